@@ -41,7 +41,7 @@ class Reason(Enum):
     INVALID_TOKEN = 401, "The token is invalid or has expired. Get a new one with your API key."
     NOT_LOGGED_IN = 401, "Log in, or send an API key."
     BAD_LINK = 403, "The link is invalid or has expired."
-    MISSING_FORM_TOKEN = 403, "The form does not have the token of this session. Reload the page and send the form again."
+    CROSS_SITE_FORM = 403, "Another site sent this form. Behind a proxy that changes the Host header, set COTRAIN_PUBLIC_URL."
     KEY_OF_THE_OPERATOR = 403, "This API key is in the server's settings. Only the operator can revoke it."
     READ_ONLY_KEY = 403, "This API key has the role viewer and can only read. The operator can create a key of a member."
     OPERATORS_ONLY = 404, "Not Found"  # as if the endpoint did not exist

@@ -69,7 +69,7 @@ class Token:
 class UiSession:
     """Content of a browser's session cookie, which replaces the key after a login."""
 
-    nonce: str  # random value, from which the token of its forms is derived
+    nonce: str  # random value that identifies the session in a logout
     ends_at: int
     tenant: str  # empty for the operator
     key_id: str  # id of the tenant's key, or a digest of the admin key
@@ -85,7 +85,6 @@ class Signer:
         self._upload_keys = [_derive(secret, b"upload") for secret in secrets]
         self._token_keys = [_derive(secret, b"token") for secret in secrets]
         self._session_keys = [_derive(secret, b"ui session") for secret in secrets]
-        self._form_key = _derive(secrets[0], b"ui form")
 
     def sign_link(self, link: Link) -> str:
         """Return a signed link as a URL path component."""
@@ -140,10 +139,6 @@ class Signer:
         """Return the session that `sign_session` wrote, or None if it is invalid or expired."""
         fields = _read(self._session_keys, text)
         return None if fields is None or (session := UiSession(*fields)).ends_at <= now else session
-
-    def csrf(self, nonce: str) -> str:
-        """Return the token for forms of a session or of the login page."""
-        return _seal(self._form_key, nonce)
 
     def _claims(self, text: str) -> dict[str, Any]:
         for key in self._token_keys:

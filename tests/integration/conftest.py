@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import structlog
 
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from cotrain_workers.engine.engine import Engine
-from tests.support.http_api import Api, running_api
+from tests.support.http_api import ALICE, Api, running_api
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples, open_samples
 from tests.support.stack import Stack, stack
 from tests.support.stand_in import StandIn, stand_in
+from tests.support.talking import Script, Talking
+
+if TYPE_CHECKING:  # their import takes a second
+    import anthropic
+    import openai
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -51,6 +57,33 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 def worker(api: Api) -> Iterator[StandIn]:
     """Executor of the API's requests, with results given by the test."""
     with stand_in(api.services) as opened:
+        yield opened
+
+
+@pytest.fixture
+def script(served: Talking) -> Script:
+    """Empty script of the worker of a module's `served` API."""
+    served.script.__dict__.update(Script(vocabulary=served.script.vocabulary).__dict__)
+    return served.script
+
+
+@pytest.fixture
+def openai_client(served: Talking) -> Iterator[openai.OpenAI]:
+    """Official `openai` client of a module's `served` API."""
+    import openai
+
+    base_url = f"{served.address}/oai/api/v1"
+    with openai.OpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def anthropic_client(served: Talking) -> Iterator[anthropic.Anthropic]:
+    """Official `anthropic` client of a module's `served` API."""
+    import anthropic
+
+    base_url = f"{served.address}/anthropic/api"
+    with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
         yield opened
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.talking import CACHED_TOKENS, VOCABULARY, Script, Talking, talking_api, write_language
+from tests.support.talking import CACHED_TOKENS, VOCABULARY, Script, Talking, ids, talking_api, write_language
 from tests.support.waiting import PATIENCE_S
 
 MODEL = POOL.base_model
@@ -30,29 +30,10 @@ def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def script(served: Talking) -> Script:
-    """Empty script of the worker."""
-    served.script.__dict__.update(Script().__dict__)
-    return served.script
-
-
-@pytest.fixture
-def client(served: Talking) -> Iterator[anthropic.Anthropic]:
-    base_url = f"{served.address}/anthropic/api"
-    with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
 async def async_client(served: Talking) -> AsyncIterator[anthropic.AsyncAnthropic]:
     base_url = f"{served.address}/anthropic/api"
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
         yield opened
-
-
-def ids(text: str) -> list[int]:
-    tokens: list[int] = VOCABULARY.encode(text).ids
-    return tokens
 
 
 def text_of(message: anthropic.types.Message) -> str:
@@ -62,14 +43,14 @@ def text_of(message: anthropic.types.Message) -> str:
     return text
 
 
-def test_only_models_that_can_sample_are_listed(client: anthropic.Anthropic) -> None:
-    (model,) = client.models.list()
+def test_only_models_that_can_sample_are_listed(anthropic_client: anthropic.Anthropic) -> None:
+    (model,) = anthropic_client.models.list()
     assert (model.id, model.display_name) == (MODEL, MODEL)
 
 
-def test_a_message_is_answered(client: anthropic.Anthropic, script: Script) -> None:
+def test_a_message_is_answered(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     script.text = WORDS
-    message = client.messages.create(**HI)
+    message = anthropic_client.messages.create(**HI)
     assert text_of(message) == WORDS
     assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
     usage = message.usage
@@ -79,9 +60,9 @@ def test_a_message_is_answered(client: anthropic.Anthropic, script: Script) -> N
     assert script.seen[0].prompt == tuple(ids(PROMPT))
 
 
-def test_a_message_is_streamed_in_whole_characters(client: anthropic.Anthropic, script: Script) -> None:
+def test_a_message_is_streamed_in_whole_characters(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     script.text = WORDS
-    with client.messages.stream(**HI) as stream:
+    with anthropic_client.messages.stream(**HI) as stream:
         said = list(stream.text_stream)
         message = stream.get_final_message()
     assert "".join(said) == text_of(message) == WORDS
@@ -91,9 +72,9 @@ def test_a_message_is_streamed_in_whole_characters(client: anthropic.Anthropic, 
     assert script.seen[0].stream
 
 
-def test_events_come_in_the_order_of_the_protocol(client: anthropic.Anthropic, script: Script) -> None:
+def test_events_come_in_the_order_of_the_protocol(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     script.lost = frozenset({2})
-    with client.messages.create(**HI, stream=True) as stream:
+    with anthropic_client.messages.create(**HI, stream=True) as stream:
         kinds = [event.type for event in stream]
     deltas = kinds.count("content_block_delta")
     assert deltas >= 2
@@ -115,33 +96,33 @@ async def test_an_async_client_streams(async_client: anthropic.AsyncAnthropic, s
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_stop_sequence_is_reported_and_not_part_of_the_text(
-    client: anthropic.Anthropic, script: Script, is_streamed: bool
+    anthropic_client: anthropic.Anthropic, script: Script, is_streamed: bool
 ) -> None:
     script.text = "one, two, three"
     asked = {**HI, "stop_sequences": ["never", ", t"]}
     if is_streamed:
-        with client.messages.stream(**asked) as stream:
+        with anthropic_client.messages.stream(**asked) as stream:
             message = stream.get_final_message()
     else:
-        message = client.messages.create(**asked)
+        message = anthropic_client.messages.create(**asked)
     assert text_of(message) == "one"
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", ", t")
 
 
-def test_a_truncated_message_reports_it(client: anthropic.Anthropic, script: Script) -> None:
-    message = client.messages.create(**{**HI, "max_tokens": 2})
+def test_a_truncated_message_reports_it(anthropic_client: anthropic.Anthropic, script: Script) -> None:
+    message = anthropic_client.messages.create(**{**HI, "max_tokens": 2})
     assert message.stop_reason == "max_tokens"
     assert text_of(message) == VOCABULARY.decode(ids(script.text)[:2])
 
 
-def test_a_message_that_fills_the_context_reports_it(client: anthropic.Anthropic, script: Script) -> None:
+def test_a_message_that_fills_the_context_reports_it(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     script.cut_at = 3
-    assert client.messages.create(**HI).stop_reason == "model_context_window_exceeded"
+    assert anthropic_client.messages.create(**HI).stop_reason == "model_context_window_exceeded"
 
 
-def test_the_models_own_last_message_is_continued(client: anthropic.Anthropic, script: Script) -> None:
+def test_the_models_own_last_message_is_continued(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     turns = [*HI["messages"], {"role": "assistant", "content": "Well,"}]
-    client.messages.create(**{**HI, "system": "Be kind.", "messages": turns})
+    anthropic_client.messages.create(**{**HI, "system": "Be kind.", "messages": turns})
     assert script.seen[0].prompt == tuple(ids("s:Be kind.\nu:Hi\na:Well,"))
 
 
@@ -156,17 +137,17 @@ def test_the_models_own_last_message_is_continued(client: anthropic.Anthropic, s
     ],
 )
 def test_an_invalid_request_is_rejected_and_names_its_field(
-    client: anthropic.Anthropic, script: Script, fields: Any, named: str
+    anthropic_client: anthropic.Anthropic, script: Script, fields: Any, named: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=named) as refused:
-        client.messages.create(**{**HI, **fields})
+        anthropic_client.messages.create(**{**HI, **fields})
     assert refused.value.type == "invalid_request_error"
     assert script.seen == []
 
 
-def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
+def test_an_unknown_model_is_not_found(anthropic_client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="tiny/unknown"):
-        client.messages.create(**{**HI, "model": "tiny/unknown"})
+        anthropic_client.messages.create(**{**HI, "model": "tiny/unknown"})
 
 
 def test_a_wrong_key_is_rejected(served: Talking) -> None:
@@ -187,10 +168,12 @@ def test_a_key_is_accepted_in_either_header(served: Talking, script: Script, hea
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_failed_generation_is_an_error(client: anthropic.Anthropic, script: Script, is_streamed: bool) -> None:
+def test_a_failed_generation_is_an_error(
+    anthropic_client: anthropic.Anthropic, script: Script, is_streamed: bool
+) -> None:
     script.failure = "The weights are gone."
     with pytest.raises(anthropic.APIStatusError, match="The weights are gone") as failed:
-        for _ in client.messages.create(**HI, stream=is_streamed):
+        for _ in anthropic_client.messages.create(**HI, stream=is_streamed):
             pass
     assert failed.value.type == "invalid_request_error"
 
@@ -233,11 +216,11 @@ def data_dir(served: Talking) -> Iterator[Path]:
 
 @pytest.mark.parametrize("template", [None, "{% for %}"])
 def test_a_model_without_a_usable_template_accepts_texts_but_no_chats(
-    served: Talking, client: anthropic.Anthropic, script: Script, data_dir: Path, template: str | None
+    served: Talking, anthropic_client: anthropic.Anthropic, script: Script, data_dir: Path, template: str | None
 ) -> None:
     write_language(data_dir, template)
     with pytest.raises(anthropic.BadRequestError, match="no chat template"):
-        client.messages.create(**HI)
+        anthropic_client.messages.create(**HI)
     text = httpx.post(
         f"{served.address}/oai/api/v1/completions",
         json={"model": MODEL, "prompt": "Hi"},
@@ -247,7 +230,9 @@ def test_a_model_without_a_usable_template_accepts_texts_but_no_chats(
     assert text.json()["choices"][0]["text"] == script.text
 
 
-def test_a_model_without_a_tokenizer_accepts_only_token_ids(client: anthropic.Anthropic, data_dir: Path) -> None:
+def test_a_model_without_a_tokenizer_accepts_only_token_ids(
+    anthropic_client: anthropic.Anthropic, data_dir: Path
+) -> None:
     (data_dir / "tokenizers" / POOL.tokenizer / "tokenizer.json").unlink()
     with pytest.raises(anthropic.BadRequestError, match="no tokenizer"):
-        client.messages.create(**HI)
+        anthropic_client.messages.create(**HI)

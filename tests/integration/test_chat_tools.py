@@ -39,57 +39,43 @@ def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def script(served: Talking) -> Script:
+def script(script: Script) -> Script:
     """Script of a worker that writes a call."""
-    served.script.__dict__.update(Script(text=SAID).__dict__)
-    return served.script
-
-
-@pytest.fixture(scope="module")
-def mine(served: Talking) -> Iterator[openai.OpenAI]:
-    base_url = f"{served.address}/oai/api/v1"
-    with openai.OpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def theirs(served: Talking) -> Iterator[anthropic.Anthropic]:
-    base_url = f"{served.address}/anthropic/api"
-    with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
+    script.text = SAID
+    return script
 
 
 def prompt_of(script: Script) -> str:
     return VOCABULARY.decode(list(script.seen[-1].prompt))
 
 
-def test_a_call_makes_a_round_trip_through_openai(mine: openai.OpenAI, script: Script) -> None:
+def test_a_call_makes_a_round_trip_through_openai(openai_client: openai.OpenAI, script: Script) -> None:
     asked: Any = {"model": MODEL, "messages": HI, "tools": [TOOL]}
-    choice = mine.chat.completions.create(**asked).choices[0]
+    choice = openai_client.chat.completions.create(**asked).choices[0]
     assert prompt_of(script) == "u:Hi|T:w|a:"
     message: Any = choice.message
     (call,) = message.tool_calls
     assert (choice.finish_reason, message.content) == ("tool_calls", "I look.")
     assert (call.function.name, call.function.arguments) == ("w", '{"c": "Köln"}')
     assert message.reasoning_content == "Hm."
-    with mine.chat.completions.stream(**asked) as stream:
+    with openai_client.chat.completions.stream(**asked) as stream:
         streamed: Any = stream.get_final_completion().choices[0]
     (same,) = streamed.message.tool_calls
     assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", "I look.")
     assert (same.function.name, same.function.arguments) == ("w", '{"c": "Köln"}')
     script.text = "It rains."
     history = [*HI, message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
-    last = mine.chat.completions.create(**{**asked, "messages": history}).choices[0]
+    last = openai_client.chat.completions.create(**{**asked, "messages": history}).choices[0]
     assert (last.finish_reason, last.message.content) == ("stop", "It rains.")
     assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
 
 
-def test_a_call_makes_a_round_trip_through_anthropic(theirs: anthropic.Anthropic, script: Script) -> None:
+def test_a_call_makes_a_round_trip_through_anthropic(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     tool = {"name": "w", "input_schema": SCHEMA}
     asked: Any = {"model": MODEL, "messages": HI, "tools": [tool], "max_tokens": 99}
-    message = theirs.messages.create(**asked)
+    message = anthropic_client.messages.create(**asked)
     assert prompt_of(script) == "u:Hi|T:w|a:"
-    with theirs.messages.stream(**asked) as stream:
+    with anthropic_client.messages.stream(**asked) as stream:
         streamed = stream.get_final_message()
     for each in (message, streamed):
         thought, text, call = each.content
@@ -99,19 +85,19 @@ def test_a_call_makes_a_round_trip_through_anthropic(theirs: anthropic.Anthropic
     script.text = "It rains."
     result = {"type": "tool_result", "tool_use_id": message.content[2].id, "content": "rain"}
     history = [*HI, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    last = theirs.messages.create(**{**asked, "messages": history})
+    last = anthropic_client.messages.create(**{**asked, "messages": history})
     assert (last.stop_reason, last.content[0].type) == ("end_turn", "text")
     assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
-    counted = theirs.messages.count_tokens(model=MODEL, messages=history, tools=[tool])
+    counted = anthropic_client.messages.count_tokens(model=MODEL, messages=history, tools=[tool])
     assert counted.input_tokens == len(script.seen[-1].prompt)
 
 
-def test_a_call_makes_a_round_trip_through_the_responses_api(mine: openai.OpenAI, script: Script) -> None:
+def test_a_call_makes_a_round_trip_through_the_responses_api(openai_client: openai.OpenAI, script: Script) -> None:
     tool: Any = {"type": "function", "name": "w", "parameters": SCHEMA, "strict": False}
     asked: Any = {"model": MODEL, "instructions": "Be short.", "tools": [tool]}
-    whole = mine.responses.create(**asked, input="Hi")
+    whole = openai_client.responses.create(**asked, input="Hi")
     assert prompt_of(script) == "s:Be short.|u:Hi|T:w|a:"
-    with mine.responses.stream(**asked, input="Hi") as stream:
+    with openai_client.responses.stream(**asked, input="Hi") as stream:
         names = [each.type for each in stream]
         streamed = stream.get_final_response()
     assert (names[0], names[-1]) == ("response.created", "response.completed")
@@ -125,26 +111,38 @@ def test_a_call_makes_a_round_trip_through_the_responses_api(mine: openai.OpenAI
     script.text = "It rains."
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
     history: Any = [*HI, *streamed.model_dump()["output"], result]
-    last = mine.responses.create(**asked, input=history)
+    last = openai_client.responses.create(**asked, input=history)
     assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
-    counted = mine.responses.input_tokens.count(**asked, input=history).input_tokens
+    counted = openai_client.responses.input_tokens.count(**asked, input=history).input_tokens
     usage = last.usage
     assert usage is not None
     assert usage.input_tokens == counted == len(script.seen[-1].prompt)
-    with mine.responses.create(**asked, input=HI, max_output_tokens=4, stream=True) as raw:
+    with openai_client.responses.create(**asked, input=HI, max_output_tokens=4, stream=True) as raw:
         cut: Any = list(raw)[-1].model_dump()
     assert cut["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert cut["response"]["output"][0]["content"][0]["text"] == "It rain"
 
 
-def test_the_log_probs_of_a_response_are_those_of_a_chat(mine: openai.OpenAI, script: Script) -> None:
+def test_a_whole_response_has_its_items_in_the_order_of_its_stream(
+    openai_client: openai.OpenAI, script: Script
+) -> None:
+    script.text = f"{CALL} Wait."
+    tool: Any = {"type": "function", "name": "w", "parameters": SCHEMA, "strict": False}
+    asked: Any = {"model": MODEL, "input": "Hi", "tools": [tool]}
+    with openai_client.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+    for each in (streamed, openai_client.responses.create(**asked)):
+        assert [item.type for item in each.output] == ["function_call", "message"]
+
+
+def test_the_log_probs_of_a_response_are_those_of_a_chat(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = "Hi"
-    chat = mine.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
+    chat = openai_client.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
     expected: Any = chat.choices[0].logprobs
     asked: Any = {"model": MODEL, "input": HI, "top_logprobs": 2}
-    with mine.responses.stream(**asked) as stream:
+    with openai_client.responses.stream(**asked) as stream:
         streamed = stream.get_final_response()
-    for each in (mine.responses.create(**asked), streamed):
+    for each in (openai_client.responses.create(**asked), streamed):
         text: Any = each.output[0]
         assert [e.to_dict() for e in text.content[0].logprobs] == expected.to_dict()["content"]
 
@@ -166,23 +164,27 @@ def test_the_log_probs_of_a_response_are_those_of_a_chat(mine: openai.OpenAI, sc
     ],
 )
 def test_a_field_that_the_responses_api_cannot_honour_is_refused(
-    mine: openai.OpenAI, field: str, value: Any, message: str
+    openai_client: openai.OpenAI, field: str, value: Any, message: str
 ) -> None:
     asked: dict[str, Any] = {"input": "a", field: value}
     with pytest.raises(openai.BadRequestError, match=message):
-        mine.responses.create(model=MODEL, input="a", extra_body=asked)
+        openai_client.responses.create(model=MODEL, input="a", extra_body=asked)
 
 
-def test_reasoning_is_turned_off_by_each_api(mine: openai.OpenAI, theirs: anthropic.Anthropic, script: Script) -> None:
+def test_reasoning_is_turned_off_by_each_api(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, script: Script
+) -> None:
     script.text = "Hi"
-    mine.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none")
+    openai_client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none")
     off = prompt_of(script)
-    theirs.messages.create(model=MODEL, messages=HI, max_tokens=9, thinking={"type": "disabled"})
+    anthropic_client.messages.create(model=MODEL, messages=HI, max_tokens=9, thinking={"type": "disabled"})
     assert off == prompt_of(script) == "u:Hi|a:X"
-    mine.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="low")
+    openai_client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="low")
     assert prompt_of(script) == "u:Hi|a:"
     with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs.tools"):
-        mine.chat.completions.create(model=MODEL, messages=HI, extra_body={"chat_template_kwargs": {"tools": [TOOL]}})
+        openai_client.chat.completions.create(
+            model=MODEL, messages=HI, extra_body={"chat_template_kwargs": {"tools": [TOOL]}}
+        )
 
 
 @pytest.mark.parametrize(("path", "status", "where"), [("nothing", 404, "type"), ("messages", 405, "message")])
@@ -222,13 +224,15 @@ async def test_pages_of_configured_origins_may_call_the_api(tmp_path: Path) -> N
     assert "access-control-allow-origin" not in foreign.headers
 
 
-def test_a_model_is_found_by_its_name(served: Talking, mine: openai.OpenAI, theirs: anthropic.Anthropic) -> None:
-    assert mine.models.retrieve(MODEL).id == theirs.models.retrieve(MODEL).id == MODEL
+def test_a_model_is_found_by_its_name(
+    served: Talking, openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    assert openai_client.models.retrieve(MODEL).id == anthropic_client.models.retrieve(MODEL).id == MODEL
     url = f"{served.address}/oai/api/v1/models/{MODEL}"
     assert "/" in MODEL
     assert httpx.get(url, headers={"x-api-key": ALICE}).json()["id"] == MODEL
     with pytest.raises(openai.NotFoundError) as unknown:
-        mine.models.retrieve("tiny/unknown")
+        openai_client.models.retrieve("tiny/unknown")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(anthropic.NotFoundError):
-        theirs.models.retrieve("tiny/unknown")
+        anthropic_client.models.retrieve("tiny/unknown")

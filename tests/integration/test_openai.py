@@ -12,7 +12,7 @@ import pytest
 from cotrain_store.redis_client.connection import open_sync_connection
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.talking import CACHED_TOKENS, EOS, VOCABULARY, Script, Talking, talking_api
+from tests.support.talking import CACHED_TOKENS, EOS, VOCABULARY, Script, Talking, ids, talking_api
 
 MODEL = POOL.base_model
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -28,38 +28,19 @@ def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def script(served: Talking) -> Script:
-    """Empty script of the worker."""
-    served.script.__dict__.update(Script().__dict__)
-    return served.script
-
-
-@pytest.fixture
-def client(served: Talking) -> Iterator[openai.OpenAI]:
-    base_url = f"{served.address}/oai/api/v1"
-    with openai.OpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
 async def async_client(served: Talking) -> AsyncIterator[openai.AsyncOpenAI]:
     base_url = f"{served.address}/oai/api/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
         yield opened
 
 
-def ids(text: str) -> list[int]:
-    tokens: list[int] = VOCABULARY.encode(text).ids
-    return tokens
+def test_only_models_that_can_sample_are_listed(openai_client: openai.OpenAI) -> None:
+    assert [model.id for model in openai_client.models.list()] == [MODEL]
 
 
-def test_only_models_that_can_sample_are_listed(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-
-
-def test_a_chat_is_answered(client: openai.OpenAI, script: Script) -> None:
+def test_a_chat_is_answered(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = WORDS
-    answer = client.chat.completions.create(model=MODEL, messages=HI)
+    answer = openai_client.chat.completions.create(model=MODEL, messages=HI)
     (choice,) = answer.choices
     assert choice.message.content == WORDS
     assert choice.message.role == "assistant"
@@ -74,9 +55,9 @@ def test_a_chat_is_answered(client: openai.OpenAI, script: Script) -> None:
     assert usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
 
 
-def test_a_chat_is_streamed_in_whole_characters(client: openai.OpenAI, script: Script) -> None:
+def test_a_chat_is_streamed_in_whole_characters(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = WORDS
-    with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
+    with openai_client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
         chunks = list(stream)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert deltas[0].role == "assistant"
@@ -104,51 +85,51 @@ async def test_an_async_client_streams_the_usage(async_client: openai.AsyncOpenA
     assert chunks[-1].usage.completion_tokens == 2 * (len(ids(script.text)) + 1)
 
 
-def test_missed_stream_events_come_with_the_result(client: openai.OpenAI, script: Script) -> None:
+def test_missed_stream_events_come_with_the_result(openai_client: openai.OpenAI, script: Script) -> None:
     script.text, script.lost = WORDS, frozenset({3})
-    with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
+    with openai_client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
         said = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(said) == WORDS
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_stop_string_is_not_part_of_the_text(client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
+def test_a_stop_string_is_not_part_of_the_text(openai_client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
     script.text = "one, two, three"
     asked: Any = {"model": MODEL, "messages": HI, "stop": [", t", "never"]}
     if is_streamed:
-        with client.chat.completions.create(**asked, stream=True) as stream:
+        with openai_client.chat.completions.create(**asked, stream=True) as stream:
             chunks = [chunk.choices[0] for chunk in stream]
         text, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
     else:
-        choice = client.chat.completions.create(**asked).choices[0]
+        choice = openai_client.chat.completions.create(**asked).choices[0]
         text, reason = choice.message.content or "", choice.finish_reason
     assert (text, reason) == ("one", "stop")
     assert script.seen[0].stop == (", t", "never")
 
 
-def test_a_truncated_text_reports_it(client: openai.OpenAI, script: Script) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=HI, max_completion_tokens=2)
+def test_a_truncated_text_reports_it(openai_client: openai.OpenAI, script: Script) -> None:
+    answer = openai_client.chat.completions.create(model=MODEL, messages=HI, max_completion_tokens=2)
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.content == VOCABULARY.decode(ids(script.text)[:2])
 
 
-def test_an_empty_answer_is_valid(client: openai.OpenAI, script: Script) -> None:
+def test_an_empty_answer_is_valid(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = ""
-    answer = client.chat.completions.create(model=MODEL, messages=HI)
+    answer = openai_client.chat.completions.create(model=MODEL, messages=HI)
     assert answer.choices[0].message.content == ""
     assert answer.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_log_probs_name_the_likeliest_tokens(client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
+def test_log_probs_name_the_likeliest_tokens(openai_client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
     script.text = "Hé"
     asked: Any = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 2}
     if is_streamed:
-        with client.chat.completions.create(**asked, stream=True) as stream:
+        with openai_client.chat.completions.create(**asked, stream=True) as stream:
             told = [chunk.choices[0].logprobs for chunk in stream]
         content = [entry for logprobs in told if logprobs for entry in logprobs.content or ()]
     else:
-        logprobs = client.chat.completions.create(**asked).choices[0].logprobs
+        logprobs = openai_client.chat.completions.create(**asked).choices[0].logprobs
         assert logprobs is not None
         content = logprobs.content or []
     tokens = [*ids(script.text), EOS]
@@ -161,9 +142,9 @@ def test_log_probs_name_the_likeliest_tokens(client: openai.OpenAI, script: Scri
     assert [entry.bytes for entry in content[1:]] == [[0xC3], [0xA9], []]
 
 
-def test_log_probs_of_streamed_tokens_come_with_them(client: openai.OpenAI, script: Script) -> None:
+def test_log_probs_of_streamed_tokens_come_with_them(openai_client: openai.OpenAI, script: Script) -> None:
     asked: Any = {"model": MODEL, "messages": HI, "logprobs": True}
-    with client.chat.completions.create(**asked, stream=True) as stream:
+    with openai_client.chat.completions.create(**asked, stream=True) as stream:
         told = [chunk.choices[0].logprobs for chunk in stream]
     entries = [entry for logprobs in told if logprobs for entry in logprobs.content or ()]
     assert [entry.token for entry in entries] == [
@@ -174,12 +155,12 @@ def test_log_probs_of_streamed_tokens_come_with_them(client: openai.OpenAI, scri
 
 
 def test_tokens_of_the_result_are_streamed_in_chunks(
-    client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+    openai_client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_server.text_apis.generation.CHUNK_TOKENS", 2)
     script.text = WORDS
     asked: Any = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 1}
-    with client.chat.completions.create(**asked, stream=True) as stream:
+    with openai_client.chat.completions.create(**asked, stream=True) as stream:
         choices = [chunk.choices[0] for chunk in stream]
     assert "".join(choice.delta.content or "" for choice in choices) == WORDS
     sizes = [len(choice.logprobs.content or []) for choice in choices if choice.logprobs]
@@ -187,9 +168,9 @@ def test_tokens_of_the_result_are_streamed_in_chunks(
     assert sum(sizes) == len(ids(WORDS)) + 1
 
 
-def test_every_prompt_has_its_choices(client: openai.OpenAI, script: Script) -> None:
+def test_every_prompt_has_its_choices(openai_client: openai.OpenAI, script: Script) -> None:
     prompts: Any = ["Hi", ids("there")]
-    answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=1, seed=5)
+    answer = openai_client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=1, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert {choice.text for choice in answer.choices} == {"H"}
     assert sorted(body.prompt for body in script.seen) == sorted([tuple(ids("Hi")), tuple(ids("there"))])
@@ -199,9 +180,9 @@ def test_every_prompt_has_its_choices(client: openai.OpenAI, script: Script) -> 
     assert answer.usage.prompt_tokens == len(ids("Hi") + ids("there"))
 
 
-def test_a_completion_echoes_its_prompt_with_log_probs(client: openai.OpenAI, script: Script) -> None:
+def test_a_completion_echoes_its_prompt_with_log_probs(openai_client: openai.OpenAI, script: Script) -> None:
     """The request that evaluation harnesses send."""
-    answer = client.completions.create(model=MODEL, prompt="Hi you", echo=True, logprobs=1, max_tokens=1)
+    answer = openai_client.completions.create(model=MODEL, prompt="Hi you", echo=True, logprobs=1, max_tokens=1)
     (choice,) = answer.choices
     assert choice.text == "Hi youH"
     logprobs = choice.logprobs
@@ -213,8 +194,8 @@ def test_a_completion_echoes_its_prompt_with_log_probs(client: openai.OpenAI, sc
     assert logprobs.text_offset == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_streamed_completion_can_echo(client: openai.OpenAI, script: Script) -> None:
-    with client.completions.create(model=MODEL, prompt="Hi you", echo=True, stream=True) as stream:
+def test_a_streamed_completion_can_echo(openai_client: openai.OpenAI, script: Script) -> None:
+    with openai_client.completions.create(model=MODEL, prompt="Hi you", echo=True, stream=True) as stream:
         texts = [chunk.choices[0].text for chunk in stream]
     assert texts[0] == "Hi you"
     assert "".join(texts) == "Hi you" + script.text
@@ -236,10 +217,10 @@ def test_a_streamed_completion_can_echo(client: openai.OpenAI, script: Script) -
     ],
 )
 def test_an_invalid_request_is_rejected_and_names_its_field(
-    client: openai.OpenAI, script: Script, fields: Any, named: str
+    openai_client: openai.OpenAI, script: Script, fields: Any, named: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named) as refused:
-        client.chat.completions.create(**{"model": MODEL, "messages": HI, **fields})
+        openai_client.chat.completions.create(**{"model": MODEL, "messages": HI, **fields})
     assert refused.value.type == "invalid_request_error"
     is_long = "context" in named
     assert refused.value.code == ("context_length_exceeded" if is_long else "invalid")
@@ -248,15 +229,15 @@ def test_an_invalid_request_is_rejected_and_names_its_field(
 
 
 @pytest.mark.parametrize("model", ["tiny/unknown", "tinker://nobody:train:0/sampler_weights/x", f"{MODEL};tiny/model"])
-def test_an_unknown_model_is_not_found(client: openai.OpenAI, model: str) -> None:
+def test_an_unknown_model_is_not_found(openai_client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model=model, messages=HI)
+        openai_client.chat.completions.create(model=model, messages=HI)
 
 
 @pytest.mark.parametrize("path", ["tinker://nonsense", f"{MODEL};tinker://a/b/c/d"])
-def test_an_invalid_path_is_rejected(client: openai.OpenAI, path: str) -> None:
+def test_an_invalid_path_is_rejected(openai_client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=path, messages=HI)
+        openai_client.chat.completions.create(model=path, messages=HI)
 
 
 def test_a_wrong_key_is_rejected(served: Talking) -> None:
@@ -268,11 +249,11 @@ def test_a_wrong_key_is_rejected(served: Talking) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_failed_generation_is_an_error(client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
+def test_a_failed_generation_is_an_error(openai_client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
     script.failure = "The weights are gone."
     asked: Any = {"model": MODEL, "messages": HI, "stream": is_streamed}
     with pytest.raises(openai.APIError, match="The weights are gone"):
-        for _ in client.chat.completions.create(**asked):
+        for _ in openai_client.chat.completions.create(**asked):
             pass
 
 

@@ -12,13 +12,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from cotrain.commands.sample import TextRequest, stream
-from cotrain_server.ui.access import CSRF_HEADER
 from tests.support.draws import variant
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import EOS, Script, Talking, talking_api
 from tests.support.tiny_tokenizers import sentencepiece_tokenizer
-from tests.support.ui import csrf_of, log_in
+from tests.support.ui import log_in
 
 MODEL = POOL.base_model
 VOCABULARY = Tokenizer.from_str(sentencepiece_tokenizer(POOL.vocab_size, strips=True))
@@ -33,27 +32,6 @@ def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
     redis_server.flush()
     with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), VOCABULARY) as talking:
         yield talking
-
-
-@pytest.fixture
-def script(served: Talking) -> Script:
-    """The worker's script, blank again."""
-    served.script.__dict__.update(Script(vocabulary=VOCABULARY).__dict__)
-    return served.script
-
-
-@pytest.fixture
-def client(served: Talking) -> Iterator[openai.OpenAI]:
-    base_url = f"{served.address}/oai/api/v1"
-    with openai.OpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
-def messages_client(served: Talking) -> Iterator[anthropic.Anthropic]:
-    base_url = f"{served.address}/anthropic/api"
-    with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
 
 
 def ids(text: str) -> list[int]:
@@ -77,66 +55,66 @@ def messaged(client: anthropic.Anthropic, *turns: Any, **fields: Any) -> list[st
         return [getattr(block, "text", ""), "".join(events.text_stream)]
 
 
-def test_a_completion_goes_on_with_a_space(client: openai.OpenAI, script: Script) -> None:
+def test_a_completion_goes_on_with_a_space(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = "a time"
-    assert completed(client, "Once upon") == [" a time"] * 2
-    assert completed(client, "Once upon", echo=True) == ["Once upon a time"] * 2
-    assert completed(client, ids("Once upon"), echo=True) == ["Once upon a time"] * 2
-    assert completed(client, "Once upon", stop=[" a", "never"]) == [""] * 2
-    assert completed(client, "Once upon", stop=[" ti"]) == [" a"] * 2
+    assert completed(openai_client, "Once upon") == [" a time"] * 2
+    assert completed(openai_client, "Once upon", echo=True) == ["Once upon a time"] * 2
+    assert completed(openai_client, ids("Once upon"), echo=True) == ["Once upon a time"] * 2
+    assert completed(openai_client, "Once upon", stop=[" a", "never"]) == [""] * 2
+    assert completed(openai_client, "Once upon", stop=[" ti"]) == [" a"] * 2
 
 
-def test_without_a_prompt_there_is_no_word_to_part_from(client: openai.OpenAI, script: Script) -> None:
+def test_without_a_prompt_there_is_no_word_to_part_from(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = "Once upon"
-    assert completed(client, "") == ["Once upon"] * 2
-    assert completed(client, [1]) == ["Once upon"] * 2
+    assert completed(openai_client, "") == ["Once upon"] * 2
+    assert completed(openai_client, [1]) == ["Once upon"] * 2
 
 
 def test_an_answer_of_a_chat_begins_with_its_first_word(
-    client: openai.OpenAI, messages_client: anthropic.Anthropic, script: Script
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, script: Script
 ) -> None:
     script.text = "a time"
-    answer = client.chat.completions.create(model=MODEL, messages=HI)
+    answer = openai_client.chat.completions.create(model=MODEL, messages=HI)
     assert answer.choices[0].message.content == "a time"
-    assert messaged(messages_client) == ["a time"] * 2
-    assert messaged(messages_client, stop_sequences=[" t"]) == ["a"] * 2
+    assert messaged(anthropic_client) == ["a time"] * 2
+    assert messaged(anthropic_client, stop_sequences=[" t"]) == ["a"] * 2
 
 
-def test_the_rest_of_a_message_goes_on_with_a_space(messages_client: anthropic.Anthropic, script: Script) -> None:
+def test_the_rest_of_a_message_goes_on_with_a_space(anthropic_client: anthropic.Anthropic, script: Script) -> None:
     script.text = "a time"
     begun = {"role": "assistant", "content": "Once upon"}
-    assert messaged(messages_client, begun) == [" a time"] * 2
+    assert messaged(anthropic_client, begun) == [" a time"] * 2
 
 
 @pytest.mark.parametrize("text", [variant(HANGUL), variant("€😀" * 14), f"one {HANGUL} two {HANGUL}\n👩‍👩‍👧!"])
 def test_characters_of_several_tokens_are_streamed_whole(
-    served: Talking, client: openai.OpenAI, messages_client: anthropic.Anthropic, script: Script, text: str
+    served: Talking, openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, script: Script, text: str
 ) -> None:
     script.text = text
-    assert completed(client, "x", max_tokens=200) == [f" {text}"] * 2
-    assert messaged(messages_client) == [text] * 2
-    with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as chunks:
+    assert completed(openai_client, "x", max_tokens=200) == [f" {text}"] * 2
+    assert messaged(anthropic_client) == [text] * 2
+    with openai_client.chat.completions.create(model=MODEL, messages=HI, stream=True) as chunks:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     with httpx.Client(base_url=served.address, headers={"X-API-Key": ALICE}) as http:
         assert "".join(stream(http, HI, TextRequest(MODEL))) == text
 
 
-def test_a_stop_string_within_bytes_is_not_part_of_the_text(client: openai.OpenAI, script: Script) -> None:
+def test_a_stop_string_within_bytes_is_not_part_of_the_text(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = HANGUL
-    assert completed(client, "x", max_tokens=99, stop=["라마"]) == [" 가나다"] * 2
+    assert completed(openai_client, "x", max_tokens=99, stop=["라마"]) == [" 가나다"] * 2
 
 
-def test_bytes_that_are_no_character_spoil_none_beside_them(client: openai.OpenAI, script: Script) -> None:
+def test_bytes_that_are_no_character_spoil_none_beside_them(openai_client: openai.OpenAI, script: Script) -> None:
     content = "가나".encode() + b"\xff" + "다".encode() + b"\xeb"
     script.tokens = tuple(BYTE + byte for byte in content)
-    assert completed(client, "x") == ["가나�다�"] * 2
+    assert completed(openai_client, "x") == ["가나�다�"] * 2
 
 
-def test_log_probs_of_a_completion_add_up_to_its_text(client: openai.OpenAI, script: Script) -> None:
+def test_log_probs_of_a_completion_add_up_to_its_text(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = "A b 漢!"
     for fields in ({}, {"echo": True}, {"max_tokens": 5}, {"echo": True, "max_tokens": 6}):
         asked: Any = {"model": MODEL, "prompt": "alphabet 漢:", "logprobs": 4, **fields}
-        (choice,) = client.completions.create(**asked).choices
+        (choice,) = openai_client.completions.create(**asked).choices
         logprobs = choice.logprobs
         assert logprobs is not None
         tokens = logprobs.tokens or []
@@ -146,10 +124,10 @@ def test_log_probs_of_a_completion_add_up_to_its_text(client: openai.OpenAI, scr
         assert {len(each) for each in named} <= {4, 5}
 
 
-def test_log_probs_of_a_streamed_completion_add_up_to_its_text(client: openai.OpenAI, script: Script) -> None:
+def test_log_probs_of_a_streamed_completion_add_up_to_its_text(openai_client: openai.OpenAI, script: Script) -> None:
     script.text = "A b 漢!"
     asked: Any = {"model": MODEL, "prompt": "alphabet:", "logprobs": 0, "stream": True}
-    with client.completions.create(**asked) as chunks:
+    with openai_client.completions.create(**asked) as chunks:
         choices = [chunk.choices[0] for chunk in chunks]
     told = [choice.logprobs for choice in choices if choice.logprobs]
     tokens = [token for logprobs in told for token in logprobs.tokens or []]
@@ -161,15 +139,15 @@ def test_log_probs_of_a_streamed_completion_add_up_to_its_text(client: openai.Op
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_the_bytes_of_a_chats_log_probs_are_those_of_its_text(
-    client: openai.OpenAI, script: Script, is_streamed: bool
+    openai_client: openai.OpenAI, script: Script, is_streamed: bool
 ) -> None:
     script.text = "A b 漢!"
     asked: Any = {"model": MODEL, "messages": HI, "logprobs": True}
     if is_streamed:
-        with client.chat.completions.create(**asked, stream=True) as chunks:
+        with openai_client.chat.completions.create(**asked, stream=True) as chunks:
             told = [chunk.choices[0].logprobs for chunk in chunks]
     else:
-        told = [client.chat.completions.create(**asked).choices[0].logprobs]
+        told = [openai_client.chat.completions.create(**asked).choices[0].logprobs]
     entries = [entry for logprobs in told if logprobs for entry in logprobs.content or ()]
     assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == script.text
     assert len(entries) == len(ids(script.text)) + len([EOS])
@@ -179,8 +157,7 @@ async def test_the_playground_shows_the_text_of_the_endpoints(served: Talking, s
     script.text = f"a {HANGUL}"
     async with httpx.AsyncClient(base_url=served.address) as http:
         await log_in(http, ALICE)
-        page = await http.get("/ui")
-        headers = {CSRF_HEADER: csrf_of(page.text), "Accept": "application/json"}
+        headers = {"Accept": "application/json"}
         form = {"model-0": MODEL, "prompt": "Once", "max_tokens": "99", "seed": "1", "temperature": "1"}
         told = [
             (await http.post("/ui/playground", data={**form, "mode": mode}, headers=headers)).json()

@@ -1,4 +1,4 @@
-"""Access to the pages: login, cookie, form token, logout, headers of every answer, and a dashboard below a path."""
+"""Access to the pages: login, cookie, forms of other sites, logout, headers of every answer, and a dashboard below a path."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
-from cotrain_server.ui.access import COOKIE, LOGIN_COOKIE
+from cotrain_server.ui.access import COOKIE
 from cotrain_server.ui.router import PAGES
 from cotrain_store import redis_keys
 from cotrain_store.tenants.api_keys import Tenants
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.ui import csrf_of, log_in, log_out, send
+from tests.support.ui import log_in, log_out, send
 
 
 async def test_the_root_url_redirects_to_the_pages(api: Api) -> None:
@@ -35,8 +35,6 @@ async def test_a_key_opens_a_session_that_a_logout_ends(api: Api) -> None:
     assert ALICE not in cookie
     assert (await api.http.get("/ui")).status_code == 200
 
-    assert (await api.http.post("/ui/logout")).status_code == 403
-    assert (await api.http.get("/ui")).status_code == 200
     assert (await log_out(api.http)).status_code == 303
     assert (await api.http.get("/ui")).status_code == 303
 
@@ -46,14 +44,13 @@ async def test_a_copied_cookie_is_rejected_after_the_logout(empty_redis: Embedde
     async with running_api(empty_redis.url) as api, running_api(empty_redis.url) as other:
         await log_in(api.http, key)
         copy = {"Cookie": f"{COOKIE}={api.http.cookies[COOKIE]}"}
-        csrf = csrf_of((await api.http.get("/ui")).text)
         await log_in(other.http, key)
         assert (await log_out(api.http)).status_code == 303
         for each in (api, other):  # every process rejects it
             jar, each.http.cookies = each.http.cookies, httpx.Cookies()
             assert (await each.http.get("/ui", headers=copy)).status_code == 303
             assert (await each.http.get("/ui/overview.json", headers=copy)).status_code == 401
-            sent = await each.http.post("/ui/tenants", data={"csrf": csrf}, headers=copy)
+            sent = await each.http.post("/ui/tenants", data={"name": "x"}, headers=copy)
             assert sent.status_code == 401
             each.http.cookies = jar
         assert (await other.http.get("/ui")).status_code == 200  # another login of the same key
@@ -61,8 +58,8 @@ async def test_a_copied_cookie_is_rejected_after_the_logout(empty_redis: Embedde
 
 async def test_over_https_the_cookie_is_sent_only_over_https(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, public_url="https://train.example/") as api:
-        form = await api.http.get("/ui/login")
-        assert "Secure" in form.headers["set-cookie"].split("; ")
+        answer = await log_in(api.http, ALICE)
+        assert "Secure" in answer.headers["set-cookie"].split("; ")
 
 
 @pytest.mark.parametrize("key", ["", "tml-wrong_key", ADMIN_KEY[:-1], "eyJhbGciOi", "ключ"])
@@ -80,14 +77,40 @@ async def test_wrong_keys_of_one_address_are_throttled(api: Api) -> None:
     assert (await log_in(api.http, ADMIN_KEY)).status_code == 303
 
 
-async def test_a_login_from_another_site_is_rejected(api: Api) -> None:
-    form = await api.http.get("/ui/login")
-    token = csrf_of(form.text)
-    body = {"key": ALICE, "csrf": token, "next": "/ui"}
-    assert (await api.http.post("/ui/login", data=body | {"csrf": "x"})).status_code == 403
-    assert (await api.http.post("/ui/login", data={"key": ALICE})).status_code == 403
-    api.http.cookies.delete(LOGIN_COOKIE)
-    assert (await api.http.post("/ui/login", data=body)).status_code == 403
+@pytest.mark.parametrize(
+    ("headers", "is_own"),
+    [
+        ({}, True),  # no browser
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "https://behind-a-proxy.example"}, True),
+        ({"Sec-Fetch-Site": "none"}, True),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+        ({"Sec-Fetch-Site": "", "Origin": "http://here.example:8000"}, False),
+        ({"Origin": "http://here.example:8000"}, True),
+        ({"Origin": "https://train.example"}, True),
+        ({"Origin": "http://here.example:9000"}, False),
+        ({"Origin": "https://evil.example"}, False),
+        ({"Origin": "https://train.example.evil.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": ""}, False),
+        ({"Origin": "http://["}, False),
+    ],
+)
+async def test_a_form_of_another_site_is_refused(
+    empty_redis: EmbeddedRedis, headers: dict[str, str], is_own: bool
+) -> None:
+    headers = {"Host": "here.example:8000", **headers}
+    async with running_api(empty_redis.url, public_url="https://train.example/") as api:
+        login = await api.http.post("/ui/login", data={"key": ADMIN_KEY}, headers=headers)
+        assert login.status_code == (303 if is_own else 403)
+        api.http.cookies.clear()
+        cookie = re.split("[=;]", (await log_in(api.http, ADMIN_KEY)).headers["set-cookie"])[1]
+        headers["Cookie"] = f"{COOKIE}={cookie}"
+        made = await api.http.post("/ui/tenants", data={"name": "ann"}, headers=headers)
+        assert made.status_code == (200 if is_own else 403)
+        assert is_own or "Another site sent this form." in made.text
+        assert (await api.http.post("/ui/logout", headers=headers)).status_code == (303 if is_own else 403)
+        assert (await api.http.get("/ui", headers=headers)).status_code == (303 if is_own else 200)
 
 
 @pytest.mark.parametrize("target", ["https://evil.example", "//evil.example", "/ui/\\evil", "/uix"])
@@ -208,8 +231,8 @@ async def follow(browser: httpx.AsyncClient, path: str) -> httpx.Response:
 
 
 async def test_every_page_is_reached_by_its_links_and_forms(browser: httpx.AsyncClient) -> None:
-    form = await follow(browser, f"{PREFIX}/")
-    body = {"key": ADMIN_KEY, "csrf": csrf_of(form.text), "next": "/ui/tenants"}
+    assert "API key, or the admin key" in (await follow(browser, f"{PREFIX}/")).text
+    body = {"key": ADMIN_KEY, "next": "/ui/tenants"}
     answer = await browser.post(f"{PREFIX}/ui/login", data=body)
     assert (answer.status_code, answer.headers["location"]) == (303, f"{PREFIX}/ui/tenants")
     cookies = answer.headers.get_list("set-cookie")
@@ -226,8 +249,7 @@ async def test_every_page_is_reached_by_its_links_and_forms(browser: httpx.Async
             left += set(LINK.findall(page.text)) - seen - set(left)
     assert f"{PREFIX}/ui/runs.json" in seen
     assert any(f"{PREFIX}/ui/static/app.js" in each for each in seen)
-    token = csrf_of((await browser.get(f"{PREFIX}/ui")).text)
-    left_by = await browser.post(f"{PREFIX}/ui/logout", data={"csrf": token})
+    left_by = await browser.post(f"{PREFIX}/ui/logout")
     assert left_by.headers["location"] == f"{PREFIX}/ui/login"
 
 

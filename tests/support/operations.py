@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -125,12 +125,10 @@ def path_of(operation: Operation, things: Things) -> str:
 
 
 async def send(
-    http: httpx.AsyncClient, operation: Operation, things: Things, headers: Mapping[str, str], csrf: str = ""
+    http: httpx.AsyncClient, operation: Operation, things: Things, headers: Mapping[str, str]
 ) -> httpx.Response:
-    """Send the request of an operation. A form includes the token `csrf`."""
+    """Send the request of an operation."""
     sent = request_of(operation, things)
-    if sent.form is not None:
-        sent = replace(sent, form={**sent.form, "csrf": csrf})
     return await http.request(
         operation.method, path_of(operation, things), params=sent.query, json=sent.json,
         data=sent.form, content=sent.content, headers={**sent.headers, **headers},

@@ -108,6 +108,12 @@ def talking_api(redis_url: str, folder: Path, vocabulary: Tokenizer = VOCABULARY
                 yield Talking(address, services, script)
 
 
+def ids(text: str) -> list[int]:
+    """Return the tokens of a text."""
+    tokens: list[int] = VOCABULARY.encode(text).ids
+    return tokens
+
+
 def write_language(folder: Path, template: str | None = CHAT_TEMPLATE, vocabulary: Tokenizer = VOCABULARY) -> None:
     """Write the tokenizer files of a worker's model."""
     tokenizer = folder / "tokenizers" / POOL.tokenizer

@@ -4,22 +4,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
+from typing_extensions import override
 
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import schema_of
-from cotrain_server.text_apis.openai_requests import Fields, refuse_unsupported, text_of, top_k_of, top_p_of
+from cotrain_server.text_apis.openai_requests import text_of, top_k_of, top_p_of
 from cotrain_server.text_apis.prompts import Chat
-from cotrain_server.text_apis.route import Refusal
+from cotrain_server.text_apis.route import Fields, Refusal, TextRequest
 from cotrain_server.text_apis.tools import anthropic_tools, call_messages, joined
 from cotrain_store.bodies.sample_body import SampleBody
 
-HARMLESS = frozenset({
-    "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
-    "user_profile_id", "workspace_id",
-})  # fmt: skip
-NEUTRAL: dict[str, tuple[object, ...]] = {"container": ()}
 _FORMAT = "output_config.format"
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -41,11 +37,14 @@ class OutputConfig(Fields):
     format: dict[str, Any] | None = None
 
 
-class CountRequest(Fields):
+class CountRequest(TextRequest):
     """POST messages/count_tokens: count the tokens of a chat."""
 
-    model: Annotated[str, Field(min_length=1, max_length=2048)]
-    """A base model, a `tinker://` path, or `<base model>;<path>`."""
+    harmless = frozenset({
+        "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+        "user_profile_id", "workspace_id",
+    })  # fmt: skip
+
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     system: str | Listed[dict[str, Any]] | None = None
     thinking: dict[str, Any] | None = None
@@ -53,18 +52,14 @@ class CountRequest(Fields):
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
 
-    def check(self) -> None:
+    @override
+    def check(self, where: str = "") -> None:
         """Raise Invalid for unsupported fields."""
-        refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
+        super().check(where)
         if self.output_config:
-            refuse_unsupported(self.output_config.model_extra or {}, (), {}, "output_config.")
+            self.output_config.check("output_config.")
         for number, message in enumerate(self.messages):
-            refuse_unsupported(message.model_extra or {}, (), {}, f"messages[{number}].")
-
-    @property
-    def is_prefilled(self) -> bool:
-        """True if the last message is the model's own, to be continued."""
-        return self.messages[-1].role == "assistant"
+            message.check(f"messages[{number}].")
 
     def chat(self) -> Chat:
         """Return the chat. Raises Invalid for a wrong message, tool or choice."""
@@ -72,7 +67,7 @@ class CountRequest(Fields):
             self.template_messages(),
             anthropic_tools(self.tools, self.tool_choice),
             thinking=_thinking(self.thinking),
-            continues=self.is_prefilled,
+            continues=self.messages[-1].role == "assistant",
             schema=schema_of(self.output_config.format, _FORMAT) if self.output_config else None,
         )
 
@@ -103,6 +98,11 @@ class MessageRequest(CountRequest):
     top_p: float | None = None
     stream: bool | None = None
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end the message early."""
+        return tuple(self.stop_sequences or ())
+
     def body(self, prompt: list[int]) -> SampleBody:
         """Return the sample request."""
         return SampleBody(
@@ -113,7 +113,7 @@ class MessageRequest(CountRequest):
             top_k=top_k_of(self.top_k),
             top_p=top_p_of(self.top_p),
             seed=None,
-            stop=tuple(self.stop_sequences or ()) or None,
+            stop=self.stop_strings or None,
             stream=bool(self.stream),
         )
 

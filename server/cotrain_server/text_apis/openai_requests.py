@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt
+from typing_extensions import override
 
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import schema_of
 from cotrain_server.text_apis.prompts import Chat
-from cotrain_server.text_apis.route import Refusal
+from cotrain_server.text_apis.route import Fields, Refusal, TextRequest
 from cotrain_server.text_apis.tools import call_messages, openai_tools
 from cotrain_store.bodies.sample_body import SampleBody
 
@@ -29,7 +30,7 @@ HARMLESS = frozenset({
     "metadata", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
-NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: Mapping[str, Collection[object]] = {
     "add_generation_prompt": (True,),
     "bad_words": ([],),
     "best_of": (1,),
@@ -60,9 +61,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-#: Fields of a message besides its text, because clients send back the answers they received.
-MESSAGE_HARMLESS = frozenset({"annotations"})
-MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {"refusal": ("",)}
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
     "tool": "tool",
@@ -74,23 +72,6 @@ _CODES = {"invalid_key": "invalid_api_key", "expired_key": "invalid_api_key"}
 #: Field that a message of `Invalid` names first.
 _FIELD = re.compile(r"[a-z][a-z_]*(?:\[\d+\]|\.[A-Za-z_]+)*(?=:| must | has | is | needs )")
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-def refuse_unsupported(
-    fields: Mapping[str, Any], harmless: Collection[str], neutral: Mapping[str, Collection[object]], where: str = ""
-) -> None:
-    """Check the fields of a request that its model does not define.
-
-    Other APIs use it, too. Unsupported fields are ignored if they do not change the result, otherwise refused.
-
-    `harmless` fields change no result with any value. A `neutral` field must have a value that requests nothing. An
-    unknown field is refused, because its caller may rely on it. Raises Invalid: names the first field that would change
-    the result.
-    """
-    for name, value in fields.items():
-        if value is None or name in harmless or value in neutral.get(name, ()):
-            continue
-        raise Invalid(f"{where}{name} is not supported here.")
 
 
 def text_of(content: str | list[dict[str, Any]] | None, where: str, first: int = 0) -> str:
@@ -117,23 +98,18 @@ def top_p_of(given: float | None) -> float:
 Tokens = Listed[StrictInt]
 
 
-class Fields(BaseModel):
-    """Fields of a request, including those that its model does not define (`model_extra`)."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
-
-
 class StreamOptions(Fields):
     """Options of a stream."""
 
     include_usage: bool | None = None
 
 
-class GenerationRequest(Fields):
+class GenerationRequest(TextRequest):
     """Common fields of completions and chat completions. `null` is the default everywhere."""
 
-    model: Annotated[str, Field(min_length=1, max_length=2048)]
-    """A base model, a `tinker://` path, or `<base model>;<path>`."""
+    harmless = HARMLESS
+    neutral = NEUTRAL
+
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -153,10 +129,6 @@ class GenerationRequest(Fields):
     def wants_usage(self) -> bool:
         """True if a stream must end with its token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    def check_fields(self) -> None:
-        """Raise Invalid for unsupported fields."""
-        refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
 
     def sample(self, prompt: list[int], max_tokens: int | None, likeliest: int, *, score_prompt: bool) -> SampleBody:
         """Return the sample request. `score_prompt` requests the prompt's own log-probs."""
@@ -207,15 +179,20 @@ class CompletionRequest(GenerationRequest):
         is_scored = bool(self.echo) and self.logprobs is not None
         return self.sample(prompt, tokens, self.logprobs or 0, score_prompt=is_scored)
 
-    def check(self) -> None:
+    @override
+    def check(self, where: str = "") -> None:
         """Raise Invalid for unsupported fields."""
-        self.check_fields()
+        super().check(where)
         if self.echo and self.stream and self.logprobs is not None:
             raise Invalid("echo: the log-probs of a prompt cannot be streamed.")
 
 
 class ChatMessage(Fields):
     """A message of a chat."""
+
+    # Clients send back the answers they received.
+    harmless = frozenset({"annotations"})
+    neutral: ClassVar[Mapping[str, Collection[object]]] = {"refusal": ("",)}
 
     role: str
     content: str | Listed[dict[str, Any]] | None = None
@@ -246,9 +223,10 @@ class ChatCompletionRequest(GenerationRequest):
         max_tokens = next((limit for limit in limits if limit is not None), None)
         return self.sample(prompt, max_tokens, self.top_logprobs or 0, score_prompt=False)
 
-    def check(self) -> None:
+    @override
+    def check(self, where: str = "") -> None:
         """Raise Invalid for unsupported fields."""
-        self.check_fields()
+        super().check(where)
         if self.top_logprobs is not None and not self.logprobs:
             raise Invalid("top_logprobs needs logprobs.")
 
@@ -283,8 +261,8 @@ class OpenAIError(BaseModel):
     error: ErrorDetail
 
 
-def openai_error(refusal: Refusal) -> OpenAIError:
-    """Return an error in OpenAI's format."""
+def openai_error(refusal: Refusal, request_id: str = "") -> OpenAIError:
+    """Return an error in OpenAI's format, which has no id of the request."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     code, named = refusal.code, _FIELD.match(refusal.message)
     param = named[0] if named and code == "invalid" else None
@@ -305,7 +283,7 @@ def openai_error(refusal: Refusal) -> OpenAIError:
 def _message(message: ChatMessage, where: str) -> Message:
     if message.role not in ROLES:
         raise Invalid(f"{where}.role: {message.role!r} is not supported here.")
-    refuse_unsupported(message.model_extra or {}, MESSAGE_HARMLESS, MESSAGE_NEUTRAL, f"{where}.")
+    message.check(f"{where}.")
     text = text_of(message.content, f"{where}.content")
     written: Message = {"role": ROLES[message.role], "content": text}
     if message.reasoning_content:

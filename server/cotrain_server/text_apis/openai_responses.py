@@ -1,29 +1,19 @@
-"""Conversion of samples to OpenAI's response format, complete or streamed."""
+"""OpenAI's response formats of completions and chat completions: one object, or chunks of its choices."""
 
-import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
-from cotrain_server.text_apis.generation import Event, Idle, NewTokens, policy_fields
-from cotrain_server.text_apis.message_parts import (
-    MessageFormat,
-    MessageParts,
-    Reasoning,
-    Segment,
-    Text,
-    shown_tokens,
-    text_in,
-)
-from cotrain_server.text_apis.openai_requests import openai_error
-from cotrain_server.text_apis.prompts import Target
-from cotrain_server.text_apis.route import REFUSED, event, refusal_of
-from cotrain_server.text_apis.token_texts import Part, TokenTexts, VisibleText
+from cotrain_server.text_apis.answers import Reply, SequenceText, event
+from cotrain_server.text_apis.generation import Ended, NewTokens, policy_fields
+from cotrain_server.text_apis.message_parts import Reasoning, Segment, Text, text_in
+from cotrain_server.text_apis.openai_requests import GenerationRequest, openai_error
+from cotrain_server.text_apis.route import Refusal
+from cotrain_server.text_apis.token_texts import Part, TokenTexts
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from cotrain_server.text_apis.tools import Call
-from cotrain_store.bodies.sample_body import SampleBody
 
 #: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.
 IMPOSSIBLE = -9999.0
@@ -43,9 +33,6 @@ class Scored:
 
 class ChatShape:
     """Format of chat/completions: a message. Each call in a stream is one part, with its index."""
-
-    #: True if the text is separate, like a message; False if it continues the prompt.
-    begins = True
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -70,16 +57,8 @@ class ChatShape:
         return {"message": {"role": "assistant", "refusal": None, **written}}
 
     def logprobs(self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]) -> dict[str, Any]:
-        """Return one entry per token. The bytes of all entries are those of the text."""
-        content = [
-            {
-                **_entry(tokenizer, each.token, each.logprob, part),
-                "bytes": list(part.content),
-                "top_logprobs": [_entry(tokenizer, *likely, part) for likely in each.likeliest or ()],
-            }
-            for each, part in zip(scored, parts, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        """Return one entry per token."""
+        return {"content": token_entries(tokenizer, scored, parts), "refusal": None}
 
 
 class CompletionShape:
@@ -88,7 +67,6 @@ class CompletionShape:
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
-    begins = False
 
     def opening(self) -> None:
         """Return None, because a completion has no opening."""
@@ -126,6 +104,18 @@ def scored(
     return [Scored(*each) for each in zip(tokens, logprobs, filled, strict=False)]
 
 
+def token_entries(tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return an entry for each token of a message. The bytes of all entries are those of the text."""
+    return [
+        {
+            **_entry(tokenizer, each.token, each.logprob, part),
+            "bytes": list(part.content),
+            "top_logprobs": [_entry(tokenizer, *likely, part) for likely in each.likeliest or ()],
+        }
+        for each, part in zip(scored, parts, strict=True)
+    ]
+
+
 def _message(segments: Sequence[Segment]) -> dict[str, Any]:
     """Return the fields of a message that some segments make."""
     written: dict[str, Any] = {"content": text_in(segments)}
@@ -137,7 +127,7 @@ def _message(segments: Sequence[Segment]) -> dict[str, Any]:
                 "index": call.index,
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                "function": {"name": call.name, "arguments": call.text},
             }
             for call in calls
         ]
@@ -168,175 +158,126 @@ def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, IMPOSSIBLE)
 
 
-@dataclass(frozen=True)
-class Reply:
-    """Common data of all answers to one request."""
-
-    shape: Shape
-    id: str
-    created: int
-    model: str
-    target: Target
-    bodies: Sequence[SampleBody]  # one body per prompt
-    stop: tuple[str, ...]
-    wants_logprobs: bool
-    wants_usage: bool  # True if a stream must end with its token usage
-    format: MessageFormat = MessageFormat()  # noqa: RUF009  # it is frozen
-    """Parts of a message in a chat."""
-    echoes: Sequence[str] = ()  # Text before the choices of each prompt, if `echo` was requested
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the answer's text."""
-        return self.target.language.tokenizer
-
-    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return one object of the answer."""
-        return {
-            "id": self.shape.prefix + self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-
 class Choice:
-    """A choice under construction."""
+    """A choice under construction: one sequence of one prompt."""
 
-    def __init__(self, reply: Reply, prompt: int, sequence: int) -> None:
-        self._reply = reply
-        self._prompt = prompt
+    def __init__(self, reply: Reply, shape: Shape, prompt: int, sequence: int, *, wants_logprobs: bool) -> None:
+        self._reply, self._shape, self._wants_logprobs = reply, shape, wants_logprobs
+        self._prompt = reply.bodies[prompt].prompt
         self._index = prompt * reply.bodies[prompt].num_samples + sequence
         self._echo = reply.echoes[prompt] if reply.echoes else ""
-        final, before = reply.target.pool.eos_token_ids, reply.bodies[prompt].prompt
-        begins = reply.shape.begins or not reply.tokenizer.last_with_text(before)
-        self._parts = MessageParts(reply.format)
-        self._visible = VisibleText(
-            reply.tokenizer,
-            reply.stop,
-            final,
-            before=before,
-            begins=begins,
-            shown=shown_tokens(reply.tokenizer, reply.format),
-        )
-        self._texts = (
-            TokenTexts(reply.tokenizer, final, begins=True)
-            if self._echo
-            else TokenTexts(reply.tokenizer, final, before, begins=begins)
-        )
+        self._text = SequenceText(reply, prompt)
 
     def whole(self, response: SampleResponse, sequence: SampledSequence) -> dict[str, Any]:
         """Return the complete choice."""
-        segments = [*self._parts.push(self._echo + self._visible.push(sequence.tokens)), *self._rest()]
-        content = self._reply.shape.whole(segments)
-        if not self._reply.wants_logprobs:
+        echo = [Text(self._echo)] if self._echo else []
+        content = self._shape.whole([*echo, *self._text.push(sequence.tokens), *self._text.finish()])
+        if not self._wants_logprobs:
             return self._written(content, ended=sequence)
         own = scored(sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs)
-        parts: list[Part] = []
-        if self._echo:
-            own = self._scored_prompt(response) + own
-            parts = self._texts.of_prompt(self._reply.bodies[self._prompt].prompt, self._echo)
-        parts += self._texts.of_answer(sequence.tokens)
-        logprobs = self._logprobs(own, self._texts.with_rest(parts))
-        return self._written(content, logprobs, sequence)
+        texts, parts = self._text.tokens, list[Part]()
+        if echo:
+            texts = TokenTexts(self._reply.tokenizer, self._reply.target.pool.eos_token_ids, begins=True)
+            own = scored(self._prompt, response.prompt_logprobs or [], response.topk_prompt_logprobs) + own
+            parts = texts.of_prompt(self._prompt, self._echo)
+        parts = texts.with_rest(parts + texts.of_answer(sequence.tokens))
+        return self._written(content, self._logprobs(own, parts), sequence)
 
     def opening(self) -> dict[str, Any] | None:
         """Return the part before all tokens, or None."""
-        shape = self._reply.shape
-        content = shape.chunk([Text(self._echo)]) if self._echo else shape.opening()
+        content = self._shape.chunk([Text(self._echo)]) if self._echo else self._shape.opening()
         return None if content is None else self._written(content)
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
         """Return the new part, or None while no text is final."""
-        segments = self._parts.push(self._visible.push(new.tokens))
-        content = self._reply.shape.chunk(segments)
-        if not self._reply.wants_logprobs:
+        segments = self._text.push(new.tokens)
+        content = self._shape.chunk(segments)
+        if not self._wants_logprobs:
             return self._written(content) if segments else None
         own = scored(new.tokens, new.logprobs, new.likeliest)
-        return self._written(content, self._logprobs(own, self._texts.of_answer(new.tokens)))
+        return self._written(content, self._logprobs(own, self._text.tokens.of_answer(new.tokens)))
 
     def ending(self, sequence: SampledSequence) -> dict[str, Any]:
         """Return the withheld text and the stop reason."""
-        rest = self._reply.shape.chunk(self._rest())
-        return self._written(rest, ended=sequence)
-
-    def _rest(self) -> list[Segment]:
-        return [*self._parts.push(self._visible.finish()), *self._parts.finish()]
-
-    def _reason(self, sequence: SampledSequence) -> str:
-        is_call = self._parts.calls and sequence.stop_reason == "stop"
-        return "tool_calls" if is_call else sequence.stop_reason
-
-    def _scored_prompt(self, response: SampleResponse) -> list[Scored]:
-        prompt = self._reply.bodies[self._prompt].prompt
-        return scored(prompt, response.prompt_logprobs or [], response.topk_prompt_logprobs)
+        return self._written(self._shape.chunk(self._text.finish()), ended=sequence)
 
     def _logprobs(self, own: list[Scored], parts: list[Part]) -> dict[str, Any] | None:
-        return self._reply.shape.logprobs(self._reply.tokenizer, own, parts) if own else None
+        return self._shape.logprobs(self._reply.tokenizer, own, parts) if own else None
 
     def _written(
         self, content: dict[str, Any], logprobs: dict[str, Any] | None = None, ended: SampledSequence | None = None
     ) -> dict[str, Any]:
+        reason = ended.stop_reason if ended else None
         return {
             "index": self._index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": self._reason(ended) if ended else None,
+            "finish_reason": "tool_calls" if reason == "stop" and self._text.has_calls else reason,
             **(policy_fields(ended) if ended else {}),
         }
 
 
-def answer(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
-    """Return the complete answer."""
-    choices = [
-        Choice(reply, prompt, number).whole(response, sequence)
-        for prompt, response in enumerate(responses)
-        for number, sequence in enumerate(response.sequences)
-    ]
-    return {**reply.object(reply.shape.whole_object, choices), "usage": usage(reply, responses)}
+class CompletionAnswer:
+    """Completion or chat completion of one request (`answers.Format`)."""
 
+    idle = STILL_HERE
 
-async def parts(
-    reply: Reply, events: AsyncIterator[Event], ended: list[SampleResponse]
-) -> AsyncIterator[dict[str, Any] | None]:
-    """Yield the parts of all choices, and None to keep the connection open. Add results to `ended`.
+    def __init__(self, wanted: GenerationRequest, reply: Reply, shape: Shape, *, wants_logprobs: bool) -> None:
+        self._reply, self._shape, self._wants_usage = reply, shape, wanted.wants_usage
+        self._choices = {
+            (prompt, number): Choice(reply, shape, prompt, number, wants_logprobs=wants_logprobs)
+            for prompt, body in enumerate(reply.bodies)
+            for number in range(body.num_samples)
+        }
+        self._ended: list[SampleResponse] = []
 
-    Raises the errors of `Generation.events`.
-    """
-    choices = {
-        (prompt, number): Choice(reply, prompt, number)
-        for prompt, body in enumerate(reply.bodies)
-        for number in range(body.num_samples)
-    }
-    for choice in choices.values():
-        if opening := choice.opening():
-            yield opening
-    async for happened in events:
-        if isinstance(happened, Idle):
-            yield None
-        elif isinstance(happened, NewTokens):
-            if chunk := choices[happened.prompt, happened.sequence].chunk(happened):
-                yield chunk
-        else:
-            for number, sequence in enumerate(happened.response.sequences):
-                yield choices[happened.prompt, number].ending(sequence)
-            ended.append(happened.response)
+    def whole(self, responses: Sequence[SampleResponse]) -> dict[str, Any]:
+        """Return the complete answer."""
+        choices = [
+            self._choices[prompt, number].whole(response, sequence)
+            for prompt, response in enumerate(responses)
+            for number, sequence in enumerate(response.sequences)
+        ]
+        return {**self._object(self._shape.whole_object, choices), "usage": usage(self._reply, responses)}
 
+    def begin(self) -> Iterable[str]:
+        """Return the openings of all choices."""
+        openings = (choice.opening() for choice in self._choices.values())
+        return [self._chunk(opening) for opening in openings if opening]
 
-async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Yield the answer as server-sent events. An error is the last event."""
-    responses: list[SampleResponse] = []
-    try:
-        async for written in parts(reply, events, responses):
-            yield STILL_HERE if written is None else _chunk(reply, written)
-    except REFUSED as error:
-        yield event(openai_error(refusal_of(error)).model_dump())
-        return
-    if reply.wants_usage:
-        last = reply.object(reply.shape.chunk_object, [])
-        yield event({**last, "usage": usage(reply, responses)})
-    yield DONE
+    def push(self, new: NewTokens) -> Iterable[str]:
+        """Return the next part of a choice."""
+        chunk = self._choices[new.prompt, new.sequence].chunk(new)
+        return [self._chunk(chunk)] if chunk else []
+
+    def end(self, ended: Ended) -> Iterator[str]:
+        """Return the ends of a prompt's choices, and after the last prompt the usage."""
+        self._ended.append(ended.response)
+        for number, sequence in enumerate(ended.response.sequences):
+            yield self._chunk(self._choices[ended.prompt, number].ending(sequence))
+        if len(self._ended) < len(self._reply.bodies):
+            return
+        if self._wants_usage:
+            last = self._object(self._shape.chunk_object, [])
+            yield event({**last, "usage": usage(self._reply, self._ended)})
+        yield DONE
+
+    def failure(self, refusal: Refusal) -> str:
+        """Return the error as an event."""
+        return event(openai_error(refusal).model_dump())
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        chunk = self._object(self._shape.chunk_object, [choice])
+        return event({**chunk, "usage": None} if self._wants_usage else chunk)
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._shape.prefix + self._reply.id,
+            "object": kind,
+            "created": self._reply.created,
+            "model": self._reply.model,
+            "choices": choices,
+        }
 
 
 def usage(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
@@ -350,8 +291,3 @@ def usage(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def _chunk(reply: Reply, choice: dict[str, Any]) -> str:
-    chunk = reply.object(reply.shape.chunk_object, [choice])
-    return event({**chunk, "usage": None} if reply.wants_usage else chunk)

@@ -173,9 +173,9 @@ def chat_prompt(model: Model, chat: Chat) -> list[int]:
     return prompt
 
 
-async def count_prompt_tokens(services: Services, tenant: TenantId, model: Model, chat: Chat) -> int:
-    """Return the number of prompt tokens of a chat. Raises the errors of `chat_prompt`."""
-    make = partial(chat_prompt, model, chat)
+async def count_prompt_tokens(services: Services, tenant: TenantId, name: str, chat: Chat) -> int:
+    """Return the number of prompt tokens of a chat. Raises the errors of `find_model` and `chat_prompt`."""
+    make = partial(chat_prompt, await find_model(services, tenant, name), chat)
     return len(await services.parser.run(tenant, text_weight(chat.characters), make))
 
 

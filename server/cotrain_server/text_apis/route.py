@@ -1,34 +1,25 @@
-"""Routes in the format of another API: its errors, and its answers, whole or as server-sent events."""
+"""Routes of another API: their requests, and errors in its format."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from cotrain.wire.sampling import SampleResponse
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, PromptTooLong, first_error, sentence
-from cotrain_server.http.long_poll import while_connected
+from cotrain_server.errors import Invalid, PromptTooLong, first_error, sentence
 from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
-from cotrain_server.http.responses import FiniteJSONResponse, finite_json
+from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import DataRoute, Handler
 from cotrain_server.services import Services
-from cotrain_server.text_apis.generation import Event, Generation, GenerationFailed
-from cotrain_server.text_apis.prompts import Target
-from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_server.text_apis.generation import GenerationFailed
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused, StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-
-TextRequest = TypeVar("TextRequest", bound=BaseModel)
 
 #: Errors that are answered to the tenant. The middleware catches all others.
 REFUSED = (StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
@@ -97,62 +88,49 @@ class InferenceRoute(DataRoute):
         raise NotImplementedError
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. `close` is called after the last event or a disconnect."""
+class Fields(BaseModel):
+    """Fields of a request, including those that its model does not define (`model_extra`)."""
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        # otherwise nginx buffers events
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._close = close
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
-    @override
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
+    #: Undefined fields that change no result with any value.
+    harmless: ClassVar[Collection[str]] = ()
+    #: Undefined fields, and their values that request nothing.
+    neutral: ClassVar[Mapping[str, Collection[object]]] = {}
+
+    def check(self, where: str = "") -> None:
+        """Raise Invalid for the first undefined field that would change the result. An unknown field is refused,
+        because its caller may rely on it.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in self.harmless or value in self.neutral.get(name, ()):
+                continue
+            raise Invalid(f"{where}{name} is not supported here.")
 
 
-async def read_request(request: Request, services: Services, tenant: TenantId, model: type[TextRequest]) -> TextRequest:
-    """Parse the JSON of a request. Raises Invalid with the name of its first wrong field."""
+class TextRequest(Fields):
+    """Request for text of a model."""
+
+    model: Annotated[str, Field(min_length=1, max_length=2048)]
+    """A base model, a `tinker://` path, or `<base model>;<path>`."""
+
+
+Wanted = TypeVar("Wanted", bound=TextRequest)
+
+
+async def read_request(request: Request, services: Services, tenant: TenantId, model: type[Wanted]) -> Wanted:
+    """Parse and check the JSON of a request. Raises Invalid with the name of its first wrong field."""
     content, weight = await json_body(request), body_weight(request)
-    return await services.parser.parse_json(tenant, weight, _read, model, content)
+    wanted: Wanted = await services.parser.parse_json(tenant, weight, _read, model, content)
+    wanted.check()
+    return wanted
 
 
-def _read(model: type[TextRequest], content: bytes) -> TextRequest:
+def _read(model: type[Wanted], content: bytes) -> Wanted:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
         raise Invalid(first_error(error)) from error
-
-
-async def generate(
-    request: Request,
-    services: Services,
-    target: Target,
-    bodies: Sequence[SampleBody],
-    is_streamed: bool | None,
-    whole: Callable[[list[SampleResponse]], dict[str, Any]],
-    streamed: Callable[[AsyncIterator[Event]], AsyncIterator[str]],
-) -> Response:
-    """Run sample requests, and return their answer: by `whole`, or with `is_streamed` by `streamed`."""
-    generation = await Generation.start(services, target, bodies)
-    if is_streamed:
-        return EventStream(streamed(generation.events()), generation.close)
-    complete = await finished(request, generation)
-    if complete is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return FiniteJSONResponse(await asyncio.to_thread(whole, complete))
-
-
-async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:
-    """Return all results. If the client disconnects, cancel the requests and return None."""
-    try:
-        return await while_connected(request.receive, generation.responses())
-    finally:
-        generation.close()
 
 
 def responses(error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -163,12 +141,6 @@ def responses(error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 #: OpenAPI description of a route that can stream its answer.
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-
-
-def event(data: dict[str, Any] | str, name: str | None = None) -> str:
-    """Return one server-sent event."""
-    text = data if isinstance(data, str) else finite_json(data)
-    return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
 def refusal_of(error: Exception) -> Refusal:

@@ -180,6 +180,11 @@ class Call:
     arguments: dict[str, Any]
     index: int = 0  # Number of calls before it in its message
 
+    @property
+    def text(self) -> str:
+        """Arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
 
 class _Unreadable(ValueError):
     """The text is no call."""

@@ -1,4 +1,4 @@
-"""Access to pages: login and logout, the session cookie, and the CSRF token of forms.
+"""Access to pages: login and logout, the session cookie, and the refusal of forms from other sites.
 
 A signed cookie replaces the key after a login, and contains no key. A logout ends the session. A tenant's session ends
 with its key, and has the key's current role. The operator's session ends if the admin key changes.
@@ -9,7 +9,7 @@ import hmac
 import secrets
 import time
 from dataclasses import dataclass
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
@@ -27,17 +27,10 @@ HOME = "/ui"
 LOGIN = "/ui/login"
 COOKIE = "cotrain_session"
 LIFE_S = 12 * 3600
-#: Set before the login, so that no other site can log a browser in.
-LOGIN_COOKIE = "cotrain_login"
-LOGIN_LIFE_S = 3600
-#: Names of the CSRF token in forms and in htmx requests.
-CSRF_FIELD = "csrf"
-CSRF_HEADER = "x-csrf-token"
 #: Maximum size of a form, including a playground prompt.
 FORM_BYTES = 256 * 1024
 WRONG = "This is neither the admin key nor a valid API key."
 EXPIRED = "This API key has expired. The operator makes another with `cotrain keys create`."
-STALE = "This form was open for too long. Try again."
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,6 @@ class Visitor:
     """Visitor of a page: the operator, or a tenant, who sees only its own part."""
 
     tenant: Tenant | None  # None for the operator
-    csrf: str  # token of its forms; empty if an API key was sent instead of a cookie
 
     @property
     def is_operator(self) -> bool:
@@ -68,8 +60,8 @@ async def visitor_of(request: Request, services: Services) -> Visitor:
     if not shown_key(request):
         return await _logged_in(request, services)
     if is_operator(request, services):
-        return Visitor(None, "")
-    return Visitor(await authenticate(request, services), "")
+        return Visitor(None)
+    return Visitor(await authenticate(request, services))
 
 
 async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[str, str]]:
@@ -78,15 +70,28 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
     Raises:
         NotLoggedIn: no session.
         READ_ONLY_KEY: the form changes something, and this visitor may only read.
-        MISSING_FORM_TOKEN: the form does not contain the session's token.
+        CROSS_SITE_FORM: another site sent the form.
         BodyTooLarge: more than FORM_BYTES.
     """
     visitor = await _logged_in(request, services)
-    fields = await _read_form(request)
-    token = request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")
-    if not _is_csrf_token(visitor.csrf, token):
-        raise Refused(Reason.MISSING_FORM_TOKEN)
-    return visitor, fields
+    check_origin(request, services)
+    return visitor, await _read_form(request)
+
+
+def check_origin(request: Request, services: Services) -> None:
+    """Raise CROSS_SITE_FORM for a form that another site sent.
+
+    Browsers name the origin of every form, and under HTTPS its relation to this server. A request without these
+    headers is not from a browser, so no other site caused it.
+    """
+    relation, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    own = {request.headers.get("host", ""), urlsplit(services.settings.public_url or "").netloc} - {""}
+    if relation is not None:
+        is_own = relation in ("same-origin", "none")
+    else:
+        is_own = origin is None or origin.partition("://")[2] in own
+    if not is_own:
+        raise Refused(Reason.CROSS_SITE_FORM)
 
 
 def check_operator(visitor: Visitor) -> None:
@@ -104,25 +109,30 @@ async def login_page(request: Request, services: ServicesDep, next: str = HOME) 
     """Show the form."""
     if await _visitor_of_cookie(request, services):
         return RedirectResponse(_inside(next), 303)
-    return _form(request, services, _inside(next))
+    return _form(_inside(next))
 
 
 @router.post(LOGIN)
 @guarded
 async def login(request: Request, services: ServicesDep) -> Response:
     """Check a key, and set a session cookie for it."""
+    check_origin(request, services)
     fields = await _read_form(request)
     target = _inside(fields.get("next", HOME))
-    nonce = request.cookies.get(LOGIN_COOKIE, "")
-    if not _is_csrf_token(nonce and services.signer.csrf(nonce), fields.get(CSRF_FIELD, "")):
-        return _form(request, services, target, STALE, 403)
     try:
         session = await _session_of_key(services, fields.get("key", "").strip())
     except AuthenticationFailed as wrong:
         return _refused(request, services, target, wrong)
-    response = RedirectResponse(target, 303)
-    _set_cookie(request, response, services, COOKIE, services.signer.sign_session(session), LIFE_S)
-    response.delete_cookie(LOGIN_COOKIE, path=HOME)
+    response, public = RedirectResponse(target, 303), services.settings.public_url or ""
+    response.set_cookie(
+        COOKIE,
+        services.signer.sign_session(session),
+        max_age=LIFE_S,
+        path=HOME,
+        httponly=True,  # scripts cannot read it
+        samesite="strict",  # other sites cannot send it
+        secure=request.url.scheme == "https" or public.startswith("https:"),
+    )
     return response
 
 
@@ -130,31 +140,24 @@ async def login(request: Request, services: ServicesDep) -> Response:
 @guarded
 async def logout(request: Request, services: ServicesDep) -> Response:
     """End the browser's session in all API processes. Copies of its cookie become invalid, too."""
-    if await _visitor_of_cookie(request, services):
-        await form_of(request, services)
-        if session := _session_of(request, services):
-            await services.tenants.log_out(session.nonce, session.ends_at)
-    elif request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
-        raise Refused(Reason.MISSING_FORM_TOKEN)
+    check_origin(request, services)
+    if session := _session_of(request, services):
+        await services.tenants.log_out(session.nonce, session.ends_at)
     response = RedirectResponse(LOGIN, 303)
     response.delete_cookie(COOKIE, path=HOME)
     return response
 
 
-def _form(request: Request, services: Services, target: str, error: str = "", status: int = 200) -> Response:
-    nonce = secrets.token_hex(16)
-    context = {"csrf": services.signer.csrf(nonce), "next": target, "error": error}
-    response = html("login.html", context, status)
-    _set_cookie(request, response, services, LOGIN_COOKIE, nonce, LOGIN_LIFE_S)
-    return response
+def _form(target: str, error: str = "", status: int = 200) -> Response:
+    return html("login.html", {"next": target, "error": error}, status)
 
 
 def _refused(request: Request, services: Services, target: str, wrong: AuthenticationFailed) -> Response:
     try:
         note_failure(request, services)
     except TooManyFailures as enough:
-        return _form(request, services, target, str(enough), status_of(enough))
-    return _form(request, services, target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401)
+        return _form(target, str(enough), status_of(enough))
+    return _form(target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401)
 
 
 def _inside(target: str) -> str:
@@ -186,16 +189,15 @@ async def _visitor_of_cookie(request: Request, services: Services) -> Visitor | 
     session = _session_of(request, services)
     if session is None or await services.tenants.has_logged_out(session.nonce):
         return None
-    csrf = services.signer.csrf(session.nonce)
     if not session.tenant:
         is_same = hmac.compare_digest(session.key_id, _fingerprint(services.admin_key))
-        return Visitor(None, csrf) if is_same else None
+        return Visitor(None) if is_same else None
     key = await services.tenants.live_key(session.key_id, cache_s=0.0)
     if key is None:
         return None
     tenant = Tenant(key.tenant, session.name, key.id, key.role)
     check_role(request, tenant)
-    return Visitor(tenant, csrf)
+    return Visitor(tenant)
 
 
 def _session_of(request: Request, services: Services) -> UiSession | None:
@@ -204,24 +206,6 @@ def _session_of(request: Request, services: Services) -> UiSession | None:
 
 def _fingerprint(admin_key: str) -> str:
     return hashlib.sha256(b"cotrain ui " + admin_key.encode()).hexdigest()
-
-
-def _set_cookie(request: Request, response: Response, services: Services, name: str, value: str, life_s: int) -> None:
-    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the server uses it."""
-    public = services.settings.public_url or ""
-    response.set_cookie(
-        name,
-        value,
-        max_age=life_s,
-        path=HOME,
-        httponly=True,
-        samesite="strict",
-        secure=request.url.scheme == "https" or public.startswith("https:"),
-    )
-
-
-def _is_csrf_token(expected: str, shown: str) -> bool:
-    return bool(expected) and hmac.compare_digest(expected.encode(), shown.encode())
 
 
 async def _read_form(request: Request) -> dict[str, str]:

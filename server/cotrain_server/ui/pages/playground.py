@@ -14,10 +14,10 @@ from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, first_error
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
+from cotrain_server.text_apis.answers import finished
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
 from cotrain_server.text_apis.prompts import SCHEME, Target, accepted_chat, find_target, prompt_bodies, text_weight
-from cotrain_server.text_apis.route import finished
 from cotrain_server.text_apis.token_texts import TokenTexts
 from cotrain_server.ui.access import form_of
 from cotrain_server.ui.page import Page, PageRequest

@@ -1,13 +1,7 @@
-// What the pages need next to htmx: the form token, quiet polling, copying, charts. No framework, no build.
+// What the pages need next to htmx: quiet polling, copying, charts. No framework, no build.
 "use strict";
 
 (() => {
-  const token = document.querySelector('meta[name="csrf"]')?.content ?? "";
-
-  document.addEventListener("htmx:configRequest", (event) => {
-    event.detail.headers["X-CSRF-Token"] = token;
-  });
-
   // ---- A narrow screen shows a part of the navigation: the one with this page.
 
   const current = document.querySelector("nav [aria-current=page]");

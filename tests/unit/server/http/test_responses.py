@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cotrain_server.http.responses import FiniteJSONResponse, finite, finite_json
-from cotrain_server.text_apis.route import event
+from cotrain_server.text_apis.answers import event
 from cotrain_server.ui.rendering import _environment
 
 INFINITE: dict[str, Any] = {"a": [1.5, float("inf"), {"b": float("nan")}], "c": -1e999, "d": "NaN"}

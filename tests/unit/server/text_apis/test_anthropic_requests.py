@@ -40,8 +40,8 @@ def test_successive_messages_of_one_role_are_joined() -> None:
         {"role": "user", "content": "Hi\nthere"},
         {"role": "assistant", "content": "A"},
     ]
-    assert asked.is_prefilled
-    assert not message().is_prefilled
+    assert asked.chat().continues
+    assert not message().chat().continues
 
 
 @pytest.mark.parametrize("fields", [{"output_config": {"effort": "low"}}, {"container": "c"}, {"nobody_knows_this": 1}])

@@ -3,8 +3,9 @@
 import pytest
 
 from cotrain_server.errors import Invalid, TooManyFailures
+from cotrain_server.text_apis.answers import event
 from cotrain_server.text_apis.generation import GenerationFailed
-from cotrain_server.text_apis.route import Refusal, event, refusal_of
+from cotrain_server.text_apis.route import Refusal, refusal_of
 from cotrain_store.errors import (
     BaseModelNotServed,
     CheckpointNotFound,
