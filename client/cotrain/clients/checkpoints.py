@@ -15,7 +15,6 @@ from cotrain.clients.run_results import joined
 from cotrain.errors import APIError, MalformedMessage, NotFoundError, UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop, wait_for_result
 from cotrain.requests.futures import Future
-from cotrain.transport.download import UploadArchive
 from cotrain.transport.http import Transport, url_of
 from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
@@ -23,11 +22,9 @@ from cotrain.wire.checkpoints import (
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
     SaveWeightsResponse,
-    UploadQuery,
-    UploadResponse,
 )
 from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
-from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, NewRun, UntypedAPIFuture
+from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, UntypedAPIFuture
 
 log = logging.getLogger("cotrain")
 
@@ -41,19 +38,6 @@ FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(?:json|safetensors|age)")
 #: The clocks of client and server may differ by less.
 CLOCKS_DIFFER = timedelta(days=1)
 RULE = re.compile(r"last:(?P<last>\d+)|(?P<kind>best|highest):(?P<metric>[^:,]+):(?P<count>\d+)")
-
-
-async def upload(transport: Transport, archive: UploadArchive, query: UploadQuery, progress: Progress | None) -> str:
-    """Upload an adapter; returns the checkpoint's path once it is stored.
-
-    Raises OSError, APIError, or RequestFailed if the adapter does not fit its base model.
-    """
-    answer = await transport.post_stream(
-        "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
-    )
-    await wait_for_result(transport, answer.import_request_id, NewRun)
-    await wait_for_result(transport, answer.request_id, SaveWeightsResponse)
-    return answer.path
 
 
 async def list_all(transport: Transport) -> list[Checkpoint]:
@@ -84,13 +68,6 @@ async def download(transport: Transport, path: str, folder: Path, progress: Prog
         of_file = progress and _part_of_all(progress, sizes, i)
         await transport.fetch(urls[name], folder / name, of_file)
     return names
-
-
-async def download_archive(transport: Transport, path: str, file: Path, progress: Progress | None) -> None:
-    """Download all files of a checkpoint as one tar. Raises OSError or APIError."""
-    link = await archive_url(transport, checkpoint_url(path))
-    await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
-    await transport.fetch(link.url, file, progress)
 
 
 def interpolate(loop: BackgroundLoop, transport: Transport, request: InterpolateRequest) -> Future[InterpolateResponse]:

@@ -1,4 +1,4 @@
-"""Results of several requests of a run: training steps and evaluations. Also own metrics, and rewinds."""
+"""Results of several requests of a run: training steps and evaluations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop
-from cotrain.requests.flow_control import combine
-from cotrain.requests.futures import Future, submitted
-from cotrain.requests.run_requests import RunRequests
-from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
-from cotrain.wire.rest import LogMetricsRequest, LogMetricsResponse, RewindRequest, RewindResponse
+from cotrain.requests.futures import Future
+from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import OptimStepResponse
 from cotrain.wire.tensors import TensorData
 
@@ -73,72 +70,6 @@ class Evaluation:
         return f"Evaluation(loss={self.loss:.6g}, tokens={self.tokens})"
 
 
-class RunRecords:
-    """Calls of a run that the hosted services lack: evaluations, own metrics and rewinds."""
-
-    _loop: BackgroundLoop
-    _requests: RunRequests
-
-    def rewind(self, step: int) -> Future[RewindResponse]:
-        """Return this run to its state after optimizer step `step`, at this position in the order.
-
-        On a CPU, weights, both Adam moments and later steps are then equal to the bit to those of a run that
-        ended at `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
-        future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
-        """
-        return self._requests.post("rewind", RewindRequest, RewindResponse, step=step)
-
-    rewind_async = submitted(rewind)
-
-    def log(self, metrics: Mapping[str, float]) -> Future[LogMetricsResponse]:
-        """Record own metrics at this position in the run's order, such as `{"reward/mean": 0.4}`.
-
-        They are kept with the run's history, drawn on its page, and stored with checkpoints that are saved
-        before the next optimizer step. Values are finite numbers. There are at most 64 in a call, and 128
-        names in a run. Raises UnsupportedInput for another value, ValidationError for an invalid name.
-        """
-        return self._log(metrics=_numbers_of(metrics))
-
-    log_async = submitted(log)
-
-    def evaluate(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str = "cross_entropy",
-        loss_fn_config: Mapping[str, float | str] | None = None,
-        *,
-        name: str = "eval",
-    ) -> Future[Evaluation]:
-        """Compute the loss on a data set of any size without a gradient, in the cycles of other runs' training.
-
-        The history receives it as the metric `<name>/nll` for cross_entropy, `<name>/loss` for other
-        losses. If a request of the evaluation fails, or another thread uses the run during it, the
-        history has no value. Raises UnsupportedInput for empty data.
-        """
-        data = datums_of(data)
-        if not data:
-            raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
-        metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
-        started = self._log(evaluation=metric)
-        passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
-        ended = self._log(evaluation=metric, passes=len(passes))
-        weight_sum, tokens = _weights_of(data)
-
-        async def finish() -> Evaluation:
-            outputs = [await each for each in passes]
-            await started
-            await ended
-            whole = combine(outputs)
-            return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
-
-        return joined(self._loop, (started, ended, *passes), finish(), what="an evaluation")
-
-    evaluate_async = submitted(evaluate)
-
-    def _log(self, **what: Any) -> Future[LogMetricsResponse]:
-        return self._requests.post("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
-
-
 def joined(
     loop: BackgroundLoop, parts: Sequence[Future[Any]], result: Coroutine[Any, Any, T], *, what: str
 ) -> Future[T]:
@@ -151,7 +82,7 @@ def joined(
     return Future(loop.start(accept()), loop.start(result), what=what)
 
 
-def _weights_of(data: Sequence[Datum]) -> tuple[float, int]:
+def weights_of(data: Sequence[Datum]) -> tuple[float, int]:
     """Return the sum of the weights of datums, and the number of targets that count."""
     total, count = 0.0, 0
     for datum in data:
@@ -168,7 +99,7 @@ def _weights_of(data: Sequence[Datum]) -> tuple[float, int]:
     return total, count
 
 
-def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as finite floats. Raises UnsupportedInput, which names the metric."""
     found = {}
     for name, value in metrics.items():

@@ -9,24 +9,27 @@ import logging
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
-from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import GAP_S, Connection, shared_connection
+from cotrain.errors import APIError, APIStatusError, MalformedMessage, RateLimitError, UnsupportedInput
+from cotrain.requests.connection import GAP_S, Connection, shared_connection, wait_for_result
 from cotrain.requests.futures import Future, submitted
 from cotrain.settings import ClientSettings, client_settings
 from cotrain.transport.http import Transport
-from cotrain.transport.responses import reader
+from cotrain.transport.responses import acknowledged, reader
+from cotrain.wire.codec import decode_sample_response
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import (
     CLONE_SEQ_IDS,
     MAX_RETRIEVED,
+    CancelFutureRequest,
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
     SampleRequest,
@@ -41,6 +44,7 @@ T = TypeVar("T")
 log = logging.getLogger("cotrain")
 
 EXPIRED = 410  # Gone
+CANCEL_WITHIN_S = 5.0
 ATTEMPTS = 5
 """Maximum number of requests for one sample whose result expires on the server before it is read."""
 
@@ -56,7 +60,6 @@ class SamplingClient(Ready):
         self, connection: Connection, sampler_id: str, base_model: str, *, polls_in_batches: bool, clone: int = 0
     ) -> None:
         self._connection = connection
-        self._requests = connection.samples
         self._sampler_id = sampler_id
         self._base_model = base_model
         self._polls_in_batches = polls_in_batches
@@ -169,7 +172,7 @@ class SamplingClient(Ready):
 
     def _start(self, request: SampleRequest, read_result: Callable[[SampleResponse], T]) -> Future[T]:
         loop = self._connection.loop
-        accepted = loop.start(self._requests.accept(request))
+        accepted = loop.start(self._accept(request))
         return Future(
             accepted,
             loop.start(self._result(request, accepted, read_result)),
@@ -188,7 +191,7 @@ class SamplingClient(Ready):
         except asyncio.CancelledError:
             if not accepted.cancelled() and accepted.exception() is None:
                 # Accepted at the moment of the cancellation.
-                await self._requests.cancel(accepted.result().request_id)
+                await self._cancel(accepted.result().request_id)
             raise
         for _ in range(ATTEMPTS - 1):
             try:
@@ -198,16 +201,37 @@ class SamplingClient(Ready):
                     raise
                 log.warning("sample result expired; retrying: %s", error)
             request = request.model_copy(update={"seq_id": next(self._seq_ids)})
-            future = await self._requests.accept(request)
+            future = await self._accept(request)
         return read_result(await self._retrieve(future))
+
+    async def _accept(self, request: SampleRequest) -> UntypedAPIFuture:
+        """POST a sample request until the server accepts it, without a time limit while it is busy.
+
+        Every attempt has the same `seq_id`, so repeats have no effect. Raises APIError.
+        """
+        async with self._connection.sample_posts:
+            while True:
+                try:
+                    return await self._connection.transport.post("asample", request, reader(UntypedAPIFuture))
+                except RateLimitError:
+                    continue  # the transport has already reported it
+
+    async def _cancel(self, request_id: str) -> None:
+        """Cancel a sample. If the call does not reach the server, the sample still runs."""
+        request = CancelFutureRequest(request_id=request_id)
+        with suppress(APIError, TimeoutError):
+            async with asyncio.timeout(CANCEL_WITHIN_S):
+                await self._connection.transport.post_once("cancel_future", request, acknowledged)
 
     async def _retrieve(self, future: UntypedAPIFuture) -> SampleResponse:
         try:
             if self._polls_in_batches:
                 await self._completions.wait_until_ended(future.request_id)
-            response = await self._requests.retrieve(future.request_id)
+            async with self._connection.sample_polls:
+                transport = self._connection.transport
+                response = await wait_for_result(transport, future.request_id, SampleResponse, decode_sample_response)
         except asyncio.CancelledError:
-            await self._requests.cancel(future.request_id)
+            await self._cancel(future.request_id)
             raise
         if self._polls_in_batches:
             self._completions.acknowledge(future.request_id)

@@ -23,7 +23,7 @@ from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import ExplainsAbsent, accepts_hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection, call
+from cotrain.requests.connection import Connection, call, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings
 from cotrain.transport.download import archive_of
@@ -33,7 +33,9 @@ from cotrain.wire.checkpoints import (
     CopyWeightsResponse,
     CreateFromWeightsRequest,
     OptimizerChoice,
+    SaveWeightsResponse,
     UploadQuery,
+    UploadResponse,
 )
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint, FinishReasonType
@@ -287,7 +289,12 @@ class ServiceClient(ExplainsAbsent):
             ttl_seconds=ttl_seconds,
             user_metadata=json.dumps(dict(user_metadata)) if user_metadata else None,
         )
-        return await checkpoints.upload(self._transport, archive, query, progress)
+        answer = await self._transport.post_stream(
+            "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
+        )
+        await wait_for_result(self._transport, answer.import_request_id, NewRun)
+        await wait_for_result(self._transport, answer.request_id, SaveWeightsResponse)
+        return answer.path
 
     upload_checkpoint, upload_checkpoint_async = both_ways(_upload_checkpoint)
 
@@ -325,7 +332,9 @@ class ServiceClient(ExplainsAbsent):
         self, path: str, file: str | Path, progress: checkpoints.Progress | None = None
     ) -> None:
         """Download all files of a checkpoint as one tar. `progress` is as for `download_checkpoint`."""
-        await checkpoints.download_archive(self._transport, path, Path(file), progress)
+        link = await checkpoints.archive_url(self._transport, checkpoints.checkpoint_url(path))
+        await asyncio.to_thread(Path(file).parent.mkdir, parents=True, exist_ok=True)
+        await self._transport.fetch(link.url, Path(file), progress)
 
     download_checkpoint_archive, download_checkpoint_archive_async = both_ways(_download_checkpoint_archive)
 
@@ -387,7 +396,19 @@ class ServiceClient(ExplainsAbsent):
 
         Both copies share the stored bytes. `weights_access_token` is as for `create_training_client_from_state`.
         """
-        copied = self._loop.start(self._copy(path, ttl_seconds, weights_access_token))
+
+        async def copy() -> str:
+            session_id, seq_id = await self._session.reserve_run()
+            request = CopyWeightsRequest(
+                source_path=path,
+                session_id=session_id,
+                model_seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                weights_access_token=weights_access_token,
+            )
+            return (await self._transport.post("copy_weights", request, reader(CopyWeightsResponse))).tinker_path
+
+        copied = self._loop.start(copy())
         return Future(copied, copied, what=f"a copy of {path}")
 
     copy_weights_async = submitted(copy_weights)
@@ -412,7 +433,12 @@ class ServiceClient(ExplainsAbsent):
 
         Blocks until closed, so the returned future is already done. `detail` is shown to the operator with the session.
         """
-        self._loop.close(lambda: self._farewell(status, detail))
+
+        async def farewell() -> None:
+            await self._session.finish(status, detail)
+            await self._transport.close()
+
+        self._loop.close(farewell)
         closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         closed.set_result(None)
         return Future(closed, closed)
@@ -445,18 +471,3 @@ class ServiceClient(ExplainsAbsent):
 
     def _client_of(self, run: NewRun, base_model: str) -> TrainingClient:
         return TrainingClient(self._connection, self._session, run.model_id, base_model)
-
-    async def _copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
-        session_id, seq_id = await self._session.reserve_run()
-        request = CopyWeightsRequest(
-            source_path=path,
-            session_id=session_id,
-            model_seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            weights_access_token=token,
-        )
-        return (await self._transport.post("copy_weights", request, reader(CopyWeightsResponse))).tinker_path
-
-    async def _farewell(self, outcome: FinishReasonType, detail: str | None) -> None:
-        await self._session.finish(outcome, detail)
-        await self._transport.close()

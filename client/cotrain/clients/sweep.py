@@ -20,7 +20,7 @@ from cotrain.errors import CotrainError, UnsupportedInput
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
-from cotrain.requests.sweep_requests import RunStep, SweepRequests
+from cotrain.requests.sweep_requests import RunStep, pass_over_all
 from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import AdamParams, LoraConfig
@@ -119,8 +119,8 @@ class Sweep(Generic[RunT]):
     """Runs of one base model that train on the same batches. Create it with `ServiceClient.create_sweep`."""
 
     def __init__(self, connection: Connection, name: str, trials: Sequence[Trial[RunT]]) -> None:
+        self._connection = connection
         self._loop = connection.loop
-        self._requests = SweepRequests(connection)
         self._pending: set[Future[Any]] = set()
         self.name = name
         """Value of the tag `sweep:NAME` of its runs."""
@@ -269,7 +269,9 @@ class Sweep(Generic[RunT]):
             raise UnsupportedInput("all trials of this sweep are ended: create another sweep")
         runs = [trial.run.requests for trial in trials]
         adams = None if lr_factor is None else [_scaled(trial.adam, lr_factor) for trial in trials]
-        steps = self._requests.pass_over(runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams)
+        steps = pass_over_all(
+            self._connection, runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams
+        )
         recorders = [_next_loss(losses_of(trial)) for trial in trials] if losses_of else []
 
         async def accept() -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from cotrain.clients.checkpoints import rules_of, then_prune
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
-from cotrain.clients.run_results import RunRecords, TrainOutput, joined
+from cotrain.clients.run_results import Evaluation, TrainOutput, joined, numbers_of, weights_of
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.session import Session
 from cotrain.clients.sweep import Sweep, Trial
@@ -19,6 +19,7 @@ from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput, status_error
 from cotrain.requests.connection import Connection, call, wait_for_result
+from cotrain.requests.flow_control import combine
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import url_of
@@ -33,8 +34,14 @@ from cotrain.wire.checkpoints import (
 )
 from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import LOSS_ID
-from cotrain.wire.datums import Datum, ForwardBackwardOutput
-from cotrain.wire.rest import TrainingRunHistory
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
+from cotrain.wire.rest import (
+    LogMetricsRequest,
+    LogMetricsResponse,
+    RewindRequest,
+    RewindResponse,
+    TrainingRunHistory,
+)
 from cotrain.wire.runs import (
     AdamParams,
     ForkRunRequest,
@@ -54,7 +61,7 @@ from cotrain.wire.runs import (
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
 
 
-class TrainingClient(Ready, RunRecords):
+class TrainingClient(Ready):
     """Client of one run, which trains one adapter.
 
     Every call takes its `seq_id`, its position in the order of the run, before it returns. So
@@ -272,6 +279,64 @@ class TrainingClient(Ready, RunRecords):
 
     unload, unload_async = both_ways(_unload)
 
+    # ---- Calls that the hosted services lack ------------------------------------------------------
+
+    def rewind(self, step: int) -> Future[RewindResponse]:
+        """Return this run to its state after optimizer step `step`, at this position in the order.
+
+        On a CPU, weights, both Adam moments and later steps are then equal to the bit to those of a run that
+        ended at `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
+        future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
+        """
+        return self._requests.post("rewind", RewindRequest, RewindResponse, step=step)
+
+    rewind_async = submitted(rewind)
+
+    def log(self, metrics: Mapping[str, float]) -> Future[LogMetricsResponse]:
+        """Record own metrics at this position in the run's order, such as `{"reward/mean": 0.4}`.
+
+        They are kept with the run's history, drawn on its page, and stored with checkpoints that are saved
+        before the next optimizer step. Values are finite numbers. There are at most 64 in a call, and 128
+        names in a run. Raises UnsupportedInput for another value, ValidationError for an invalid name.
+        """
+        return self._log(metrics=numbers_of(metrics))
+
+    log_async = submitted(log)
+
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        name: str = "eval",
+    ) -> Future[Evaluation]:
+        """Compute the loss on a data set of any size without a gradient, in the cycles of other runs' training.
+
+        The history receives it as the metric `<name>/nll` for cross_entropy, `<name>/loss` for other
+        losses. If a request of the evaluation fails, or another thread uses the run during it, the
+        history has no value. Raises UnsupportedInput for empty data.
+        """
+        data = datums_of(data)
+        if not data:
+            raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
+        metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
+        started = self._log(evaluation=metric)
+        passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
+        ended = self._log(evaluation=metric, passes=len(passes))
+        weight_sum, tokens = weights_of(data)
+
+        async def finish() -> Evaluation:
+            outputs = [await each for each in passes]
+            await started
+            await ended
+            whole = combine(outputs)
+            return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
+
+        return joined(self._loop, (started, ended, *passes), finish(), what="an evaluation")
+
+    evaluate_async = submitted(evaluate)
+
     # ---- custom losses, and a step in one call ----------------------------------------------------
 
     @accepts_hosted("loss_type_input")
@@ -375,6 +440,9 @@ class TrainingClient(Ready, RunRecords):
             copy = TrainingClient(self._connection, self._session, run.model_id, self._base_model)
             trials.append(Trial(number, settings[number], copy, adams[number]))
         return Sweep(self._connection, name, trials)
+
+    def _log(self, **what: Any) -> Future[LogMetricsResponse]:
+        return self._requests.post("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:

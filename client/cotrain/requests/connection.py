@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from typing import Any, TypeVar, get_args
 
 import httpx
@@ -27,7 +26,6 @@ from cotrain.errors import (
     ForeignAnswer,
     MalformedMessage,
     NotFoundError,
-    RateLimitError,
     RequestFailed,
     VersionMismatch,
 )
@@ -35,12 +33,11 @@ from cotrain.requests.flow_control import Dispatch, InFlightLimit
 from cotrain.settings import ClientSettings
 from cotrain.transport.http import JSON, Transport
 from cotrain.transport.progress import PROGRESS
-from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
+from cotrain.transport.responses import RetryPolicy, read, reader
 from cotrain.version import PROTOCOL, __version__
-from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
+from cotrain.wire.codec import PROTOBUF, decode_pass_output
 from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted
 from cotrain.wire.runs import FutureRetrieveRequest, UntypedAPIFuture
-from cotrain.wire.sampling import CancelFutureRequest, SampleRequest, SampleResponse
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 
 log = logging.getLogger("cotrain")
@@ -52,7 +49,6 @@ POSTS_AT_ONCE = 32
 """Maximum number of samples that are sent at once, including retries while the server is busy."""
 _POLLS_AT_ONCE = 500
 """Concurrent polls. Each holds a connection; the other half is for training and heartbeats."""
-_CANCEL_WITHIN_S = 5.0
 
 _PENDING = 408
 """Status that the server sends at the end of a long poll while the result is pending."""
@@ -187,7 +183,7 @@ class Connection:
         self.transport = Transport(settings.base_url, settings.api_key, network=network, policy=policy)
         self.loop = BackgroundLoop("cotrain-client")
         self.in_flight = InFlightLimit(self.loop.is_this_thread)
-        self.samples = SampleRequests(self.transport)
+        self._limit_samples(_POLLS_AT_ONCE)
         self.dispatch = Dispatch()
         self._config_lock = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
@@ -212,8 +208,12 @@ class Connection:
                 self._config = config = await self._fetch_config()
                 self.transport.compresses = config.proto_compress_fwdbwd
                 self.dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
-                self.samples.limit(config.sample_max_concurrent_requests)
+                self._limit_samples(config.sample_max_concurrent_requests)
         return self._config
+
+    def _limit_samples(self, samples: int) -> None:
+        self.sample_posts = asyncio.Semaphore(min(samples, POSTS_AT_ONCE))
+        self.sample_polls = asyncio.Semaphore(min(samples, _POLLS_AT_ONCE))
 
     def warn_of_unshifted(self, data: Sequence[Datum]) -> None:
         """Log once if the targets of a datum equal its input."""
@@ -325,41 +325,3 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
     if message == NOT_FOUND:
         raise CheckpointNotFound(message, request_id)
     raise RequestFailed(message, request_id, category if category in get_args(Category) else "unknown")
-
-
-class SampleRequests:
-    """Sample requests of all samplers of one connection."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.limit(_POLLS_AT_ONCE)
-
-    def limit(self, samples: int) -> None:
-        """Set the number of concurrent requests, from the server's configuration, before the first is sent."""
-        self._posts = asyncio.Semaphore(min(samples, POSTS_AT_ONCE))
-        self._polls = asyncio.Semaphore(min(samples, _POLLS_AT_ONCE))
-
-    async def accept(self, request: SampleRequest) -> UntypedAPIFuture:
-        """POST a sample request until the server accepts it, without a time limit while it is busy.
-
-        Every attempt has the same `seq_id`, so repeats have no effect. Raises APIError.
-        """
-        async with self._posts:
-            while True:
-                try:
-                    return await self._transport.post("asample", request, reader(UntypedAPIFuture))
-                except RateLimitError:
-                    continue  # the transport has already reported it
-
-    async def retrieve(self, request_id: str) -> SampleResponse:
-        """Wait for the result of a sample request. Raises RequestFailed or APIError."""
-        async with self._polls:
-            return await wait_for_result(self._transport, request_id, SampleResponse, decode_sample_response)
-
-    async def cancel(self, request_id: str) -> None:
-        """Cancel a sample. If the call does not reach the server, the sample still runs."""
-        with suppress(APIError, TimeoutError):
-            async with asyncio.timeout(_CANCEL_WITHIN_S):
-                await self._transport.post_once(
-                    "cancel_future", CancelFutureRequest(request_id=request_id), acknowledged
-                )

@@ -12,7 +12,7 @@ from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
-from cotrain.requests.connection import Connection, wait_for_pass, wait_for_result
+from cotrain.requests.connection import BackgroundLoop, Connection, wait_for_pass, wait_for_result
 from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
 from cotrain.requests.run_requests import RunRequests
@@ -65,103 +65,102 @@ class _Joint(Generic[Answer]):
         return await asyncio.shield(attempt)
 
 
-class SweepRequests:
-    """Sender of batches for several runs of one connection."""
+def pass_over_all(
+    connection: Connection,
+    runs: Sequence[RunRequests],
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str] | None,
+    *,
+    forward_only: bool,
+    steps: Sequence[AdamParams] | None = None,
+) -> list[RunStep]:
+    """POST a pass as the next request of each run; with `steps`, an optimizer step of each run follows.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._loop = connection.loop
-        self._transport = connection.transport
+    Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
+    """
+    chunks = chunks_of(encode_datums(data), connection.known_config)
+    if len(chunks) > 1:
+        raise UnsupportedInput("this server trains no sweeps: create the runs one by one")
+    batch = wrap_datums("", 0, chunks[0], loss_fn, loss_fn_config, forward_only=forward_only)
+    connection.warn_of_unshifted(data)
+    weight = total_weight(data) if loss_fn == "cross_entropy" else 0.0
+    request = wire.SweepPassRequest(pass_request=batch.SerializeToString(deterministic=True))
+    size_bytes = request.ByteSize()
+    connection.in_flight.acquire(size_bytes)
+    with ExitStack() as ordered:
+        for run in sorted(runs, key=lambda run: run.model_id):  # one order for all sweeps, so none deadlock
+            ordered.enter_context(run.ordered())
+        seq_ids = [run.reserve(2 if steps else 1)[0] for run in runs]
+        request.runs.CopyFrom(_positions([run.model_id for run in runs], seq_ids, steps or ()))
+        answer = connection.loop.start(_submit(connection, runs, seq_ids, request, size_bytes))
+    return [_run_step(connection.loop, run, answer, i, weight, bool(steps)) for i, run in enumerate(runs)]
 
-    def pass_over(
-        self,
-        runs: Sequence[RunRequests],
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
-        *,
-        forward_only: bool,
-        steps: Sequence[AdamParams] | None = None,
-    ) -> list[RunStep]:
-        """POST a pass as the next request of each run; with `steps`, an optimizer step of each run follows.
 
-        Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
-        """
-        chunks = chunks_of(encode_datums(data), self._connection.known_config)
-        if len(chunks) > 1:
-            raise UnsupportedInput("this server trains no sweeps: create the runs one by one")
-        batch = wrap_datums("", 0, chunks[0], loss_fn, loss_fn_config, forward_only=forward_only)
-        self._connection.warn_of_unshifted(data)
-        weight = total_weight(data) if loss_fn == "cross_entropy" else 0.0
-        request = wire.SweepPassRequest(pass_request=batch.SerializeToString(deterministic=True))
-        size_bytes = request.ByteSize()
-        self._connection.in_flight.acquire(size_bytes)
-        with ExitStack() as ordered:
-            for run in sorted(runs, key=lambda run: run.model_id):  # one order for all sweeps, so none deadlock
-                ordered.enter_context(run.ordered())
-            seq_ids = [run.reserve(2 if steps else 1)[0] for run in runs]
-            request.runs.CopyFrom(_positions([run.model_id for run in runs], seq_ids, steps or ()))
-            answer = self._loop.start(self._submit(runs, seq_ids, request, size_bytes))
-        return [self._run_step(run, answer, i, weight, bool(steps)) for i, run in enumerate(runs)]
+async def _submit(
+    connection: Connection,
+    runs: Sequence[RunRequests],
+    seq_ids: Sequence[int],
+    request: wire.SweepPassRequest,
+    size_bytes: int,
+) -> list[SweepFuture]:
+    joint = _Joint(len(runs), lambda: _post(connection.transport, runs, seq_ids, request))
+    try:
+        answers = await asyncio.gather(
+            *(
+                run.queue.send(seq_id, size_bytes // len(runs), joint.send)
+                for run, seq_id in zip(runs, seq_ids, strict=True)
+            ),
+            return_exceptions=True,
+        )
+    finally:
+        connection.in_flight.release(size_bytes)
+    first = answers[0]
+    if isinstance(first, BaseException):
+        raise first
+    return first
 
-    async def _submit(
-        self, runs: Sequence[RunRequests], seq_ids: Sequence[int], request: wire.SweepPassRequest, size_bytes: int
-    ) -> list[SweepFuture]:
-        joint = _Joint(len(runs), lambda: self._post(runs, seq_ids, request))
-        try:
-            answers = await asyncio.gather(
-                *(
-                    run.queue.send(seq_id, size_bytes // len(runs), joint.send)
-                    for run, seq_id in zip(runs, seq_ids, strict=True)
-                ),
-                return_exceptions=True,
-            )
-        finally:
-            self._connection.in_flight.release(size_bytes)
-        first = answers[0]
-        if isinstance(first, BaseException):
-            raise first
-        return first
 
-    async def _post(
-        self, runs: Sequence[RunRequests], seq_ids: Sequence[int], request: wire.SweepPassRequest
-    ) -> list[SweepFuture]:
-        try:
-            for run in runs:
-                await run.fill_lost()
-            answer = await self._transport.post("sweep_pass", request, reader(SweepFutures), raises_busy=True)
-        except RateLimitError:
-            raise
-        except APIError as error:
-            for run, first in zip(runs, seq_ids, strict=True):
-                for seq_id in range(first, first + 1 + request.runs.HasField("adam")):
-                    await run.fill(seq_id, is_abandoned=is_transient(error))
-            raise
-        if [each.model_id for each in answer.runs] != [run.model_id for run in runs]:
-            raise MalformedMessage("sweep_pass did not answer for the runs of the request")
-        return answer.runs
+async def _post(
+    transport: Transport, runs: Sequence[RunRequests], seq_ids: Sequence[int], request: wire.SweepPassRequest
+) -> list[SweepFuture]:
+    try:
+        for run in runs:
+            await run.fill_lost()
+        answer = await transport.post("sweep_pass", request, reader(SweepFutures), raises_busy=True)
+    except RateLimitError:
+        raise
+    except APIError as error:
+        for run, first in zip(runs, seq_ids, strict=True):
+            for seq_id in range(first, first + 1 + request.runs.HasField("adam")):
+                await run.fill(seq_id, is_abandoned=is_transient(error))
+        raise
+    if [each.model_id for each in answer.runs] != [run.model_id for run in runs]:
+        raise MalformedMessage("sweep_pass did not answer for the runs of the request")
+    return answer.runs
 
-    def _run_step(
-        self,
-        run: RunRequests,
-        answer: concurrent.futures.Future[list[SweepFuture]],
-        number: int,
-        weight: float,
-        has_step: bool,
-    ) -> RunStep:
-        """Return the futures of the run at position `number`; `weight` is the sum of the weights of the batch."""
 
-        async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
-            return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
+def _run_step(
+    loop: BackgroundLoop,
+    run: RunRequests,
+    answer: concurrent.futures.Future[list[SweepFuture]],
+    number: int,
+    weight: float,
+    has_step: bool,
+) -> RunStep:
+    """Return the futures of the run at position `number`; `weight` is the sum of the weights of the batch."""
 
-        def accepted(position: int) -> concurrent.futures.Future[str]:
-            return self._loop.start(_request_id(answer, number, position))
+    async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
+        return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
 
-        passed = run.result_of(accepted(0), wait, "a pass")
-        if not has_step:
-            return RunStep(passed, None)
-        wait_for_step = partial(wait_for_result, result=OptimStepResponse)
-        return RunStep(passed, run.result_of(accepted(1), wait_for_step, "an optim_step"))
+    def accepted(position: int) -> concurrent.futures.Future[str]:
+        return loop.start(_request_id(answer, number, position))
+
+    passed = run.result_of(accepted(0), wait, "a pass")
+    if not has_step:
+        return RunStep(passed, None)
+    wait_for_step = partial(wait_for_result, result=OptimStepResponse)
+    return RunStep(passed, run.result_of(accepted(1), wait_for_step, "an optim_step"))
 
 
 def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]) -> wire.SweepRuns:

@@ -21,7 +21,7 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.model import Listed, OneLine, WireModel, in_a_sentence, six_digits
+from cotrain.wire.model import Listed, OneLine, WireModel, in_a_sentence
 from cotrain.wire.tensors import DType, RoutedExperts, TensorData, read_numbers
 
 __all__ = [
@@ -266,7 +266,7 @@ class ForwardBackwardOutput(WireModel):
     @override
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         if "loss:sum" in self.metrics:
-            yield "loss", six_digits(self.loss)
+            yield "loss", float(f"{self.loss:.6g}")
         yield "datums", len(self.loss_fn_outputs)
         arrays = [outputs["logprobs"] for outputs in self.loss_fn_outputs if "logprobs" in outputs]
         yield "targets", sum(len(each.data) for each in arrays)

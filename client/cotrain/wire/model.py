@@ -85,11 +85,6 @@ class SequencedRequest(WireModel):
     seq_id: SeqId
 
 
-def six_digits(value: float) -> float:
-    """Return a number with six significant digits, for a representation."""
-    return float(f"{value:.6g}")
-
-
 def in_a_sentence(refused: ValidationError) -> str:
     """Return one sentence about the first error of a pydantic validation."""
     first = refused.errors(include_url=False)[0]

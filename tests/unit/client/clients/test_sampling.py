@@ -20,9 +20,11 @@ from cotrain import (
     SamplingClient,
     SamplingParams,
     ServiceClient,
+    UnprocessableEntityError,
     UnsupportedInput,
 )
 from cotrain.clients.sampling import Completions, _clone
+from cotrain.requests.connection import POSTS_AT_ONCE
 from cotrain.settings import ClientSettings
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import RetryPolicy
@@ -115,6 +117,60 @@ def test_a_request_to_a_busy_server_is_retried_with_the_same_number(api: FakeSam
     api.answers["asample"] = [refusal(429, "full", **{"Retry-After": "0.01"}) for _ in range(3)]
     sampler.sample(PROMPT, 1, THREE).result()
     assert [body["seq_id"] for body in api.bodies("asample")] == [0, 0, 0, 0]
+
+
+def sample_all(api: FakeSampling, count: int, policy: RetryPolicy) -> None:
+    """Send samples concurrently, and wait for their results."""
+    with ServiceClient("http://server", "k", network=api.network, policy=policy) as service:
+        sampler = service.create_sampling_client(base_model="m")
+        for future in [sampler.sample(PROMPT, 1, THREE) for _ in range(count)]:
+            future.result()
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(2, 2), (1_000, POSTS_AT_ONCE)])
+def test_a_busy_server_is_polled_by_few_callers_while_others_wait(api: FakeSampling, limit: int, at_once: int) -> None:
+    many = 3 * at_once
+    api.answers["client/config"] = [httpx.Response(200, json={"sample_max_concurrent_requests": limit})]
+    api.answers["asample"] = [refusal(429) for _ in range(many)]
+    # Long enough for all to be sent before the first refusals are answered.
+    sample_all(api, many, RetryPolicy(first_delay_s=0.02, longest_delay_s=0.02))
+    refused = {body["seq_id"] for body in api.bodies("asample")[:many]}
+    assert len(refused) == at_once
+    assert len(api.samples) == many
+
+
+def test_a_busy_server_is_no_error_after_the_time_limit(api: FakeSampling) -> None:
+    api.answers["asample"] = [refusal(429) for _ in range(5)]
+    sample_all(api, 1, RetryPolicy(give_up_after_s=-1))
+    assert len(api.samples) == 1
+
+
+def test_a_refusal_is_final(api: FakeSampling, sampler: SamplingClient) -> None:
+    api.answers["asample"] = [refusal(422, "no such field")]
+    with pytest.raises(UnprocessableEntityError, match="no such field"):
+        sampler.sample(PROMPT, 1, THREE).result()
+
+
+@pytest.mark.parametrize("answer", [refusal(404), httpx.ConnectError("away")])
+def test_a_cancellation_that_does_not_reach_the_server_is_dropped(
+    api: FakeSampling, sampler: SamplingClient, answer: Answer
+) -> None:
+    api.answers["cancel_future"] = [answer]
+    api.hold["s1:sample:0:0"] = threading.Event()
+    future = sampler.sample(PROMPT, 1, THREE)
+    asyncio.run(future.accepted_async())
+    assert future.cancel()
+    asyncio.run(until(lambda: "cancel_future" in api.paths()))
+    assert sampler.sample(PROMPT, 1, THREE).result().sequences
+    assert api.paths().count("cancel_future") == 1
+
+
+def test_a_pending_result_is_polled_until_it_is_available(api: FakeSampling, sampler: SamplingClient) -> None:
+    gate = api.hold["s1:sample:0:0"] = threading.Event()
+    future = sampler.sample(PROMPT, 1, THREE)
+    asyncio.run(until(lambda: sum(path.startswith("retrieve_future") for path in api.paths()) >= 3))
+    gate.set()
+    assert future.result().sequences[0].tokens == [9, 9, 9]
 
 
 def test_a_lost_result_is_sampled_again(api: FakeSampling, sampler: SamplingClient) -> None:

@@ -14,7 +14,7 @@ import anyio
 import httpx
 import pytest
 
-from cotrain import Datum, ModelInput, SamplingParams, ServiceClient, UnprocessableEntityError
+from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.errors import (
     APIConnectionError,
     CheckpointNotFound,
@@ -27,9 +27,7 @@ from cotrain.errors import (
 )
 from cotrain.requests.connection import (
     NOT_FOUND,
-    POSTS_AT_ONCE,
     BackgroundLoop,
-    SampleRequests,
     cancel_all_and_run,
     shared_connection,
     wait_for_pass,
@@ -39,14 +37,11 @@ from cotrain.settings import ClientSettings
 from cotrain.transport import responses as patience
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import RetryPolicy
-from cotrain.types import SampleRequest
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import OptimStepResponse
 from cotrain_store.errors import Reason
 from tests.support.fake_api import Answer, FakeApi, pending, protobuf, refusal
-from tests.support.fake_sampling import FakeSampling
-from tests.support.waiting import until
 
 URL = "http://server:8000"
 
@@ -258,23 +253,19 @@ async def wait_for_step(transport: Transport, request_id: str) -> OptimStepRespo
 def poll(
     waiting: Callable[[Transport, str], Awaitable[Any]], *answers: Answer, policy: RetryPolicy | None = None
 ) -> tuple[Any, FakeApi]:
+    """Wait for a result of request `r`. A pause lasts one turn of the loop."""
     api = FakeApi(answers={"retrieve_future": list(answers)})
-    return through(api, lambda transport: waiting(transport, "r"), policy), api
-
-
-def through(api: FakeApi, work: Callable[[Transport], Awaitable[Any]], policy: RetryPolicy | None = None) -> Any:
-    """Do `work` with a transport of this API. A pause lasts one turn of the loop."""
 
     async def run() -> Any:
         transport = Transport(
             "http://server", "k", network=api.network, policy=policy, sleep=lambda _: asyncio.sleep(0)
         )
         try:
-            return await work(transport)
+            return await waiting(transport, "r")
         finally:
             await transport.close()
 
-    return asyncio.run(run())
+    return asyncio.run(run()), api
 
 
 DONE = httpx.Response(200, json={"metrics": {"grad_norm": 2.0}})
@@ -351,75 +342,3 @@ def test_the_reason_of_a_pending_result_is_logged(
     poll(wait_for_step, pending("r"), pending_answer, pending_answer, DONE)
     (message,) = caplog.messages
     assert message == "still waiting, and trying again: the server's store is restarting"
-
-
-def request(seq_id: int = 0) -> SampleRequest:
-    return SampleRequest(
-        sampling_session_id="s",
-        seq_id=seq_id,
-        prompt=ModelInput.from_ints([1]),
-        sampling_params=SamplingParams(max_tokens=1),
-    )
-
-
-def test_a_busy_server_is_polled_by_few_callers_while_others_wait() -> None:
-    many = POSTS_AT_ONCE * 3
-    api = FakeSampling(answers={"asample": [refusal(429) for _ in range(many)]})
-
-    async def accept_all(transport: Transport) -> None:
-        requests = SampleRequests(transport)
-        await asyncio.gather(*(requests.accept(request(n)) for n in range(many)))
-
-    through(api, accept_all)
-    refused = {body["seq_id"] for body in api.bodies("asample")[:many]}
-    assert len(refused) == POSTS_AT_ONCE
-    assert len(api.samples) == many
-
-
-def test_concurrent_polls_are_limited_by_the_server() -> None:
-    config = httpx.Response(200, json={"sample_max_concurrent_requests": 2})
-    api = FakeSampling(answers={"client/config": [config], "asample": [refusal(429) for _ in range(10)]})
-    # Long enough for all ten to be sent before the first refusals are answered.
-    policy = RetryPolicy(first_delay_s=0.02, longest_delay_s=0.02)
-    with ServiceClient("http://server", "k", network=api.network, policy=policy) as service:
-        sampler = service.create_sampling_client(base_model="m")
-        prompt = ModelInput.from_ints([1])
-        for future in [sampler.sample(prompt) for _ in range(10)]:
-            future.result()
-    assert {body["seq_id"] for body in api.bodies("asample")[:10]} == {0, 1}
-
-
-def test_a_busy_server_is_an_error_after_the_time_limit() -> None:
-    api = FakeSampling(answers={"asample": [refusal(429) for _ in range(5)]})
-    accepted = through(
-        api, lambda transport: SampleRequests(transport).accept(request()), RetryPolicy(give_up_after_s=-1)
-    )
-    assert accepted.sample_sequence_ids == ["s:0/0"]
-
-
-def test_a_refusal_is_final() -> None:
-    api = FakeSampling(answers={"asample": [refusal(422, "no such field")]})
-    with pytest.raises(UnprocessableEntityError, match="no such field"):
-        through(api, lambda transport: SampleRequests(transport).accept(request()))
-
-
-@pytest.mark.parametrize("answer", [refusal(404), httpx.ConnectError("away")])
-def test_a_cancellation_that_does_not_reach_the_server_is_dropped(answer: Any) -> None:
-    api = FakeSampling(answers={"cancel_future": [answer]})
-    through(api, lambda transport: SampleRequests(transport).cancel("s:0"))
-    assert api.paths() == ["cancel_future"]
-
-
-def test_a_pending_result_is_polled_until_it_is_available() -> None:
-    api = FakeSampling()
-    gate = api.hold["s:0"] = threading.Event()
-
-    async def accept_and_retrieve(transport: Transport) -> Any:
-        requests = SampleRequests(transport)
-        await requests.accept(request())
-        result = asyncio.create_task(requests.retrieve("s:0"))
-        await until(lambda: api.paths().count("retrieve_future") >= 3)
-        gate.set()
-        return await result
-
-    assert through(api, accept_and_retrieve).sequences[0].tokens == [1]
