@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cotrain.version import __version__
 from cotrain_server.adapter_upload.adapter_files import expiring
 from cotrain_server.http import responses
-from cotrain_server.http.middleware import DirectRoutes, OtherMethods, PathPrefix, RequestMiddleware, path_prefix
+from cotrain_server.http.middleware import DirectRoutes, HeadAsGet, PathPrefix, RequestMiddleware, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
     account,
@@ -122,7 +122,7 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     metrics.BUILD_INFO.labels(__version__).set(1)
     # The middleware added last receives a request first.
     app.add_middleware(DirectRoutes, routes=(*futures.POLLS, *FREQUENT))
-    app.add_middleware(OtherMethods)
+    app.add_middleware(HeadAsGet)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

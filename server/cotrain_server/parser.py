@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -44,9 +44,7 @@ BINARY_BYTE_WEIGHT = 16
 #: Number of concurrent tenants, in threads and in processes each. Most of the work releases the
 #: interpreter lock: decompression, arrays, digests, tokens.
 AT_ONCE = 4
-#: Weight above which freed memory is returned to the host.
-_TRIM_ABOVE = 16 * 1024**2
-#: Delay in seconds between a large body and the return of its memory, so that its request has ended.
+#: Delay in seconds between a large task and the return of its memory to the host, so that its request has ended.
 _TRIM_AFTER_S = 1.0
 #: Idle time after which a child process is stopped, in seconds. An idle process costs 35 MB of memory and more. A start
 #: takes 0.4 s of processor time, for which the first large pass of a training step would wait.
@@ -101,8 +99,7 @@ class Parser:
         """Run some work: at once if it is light, else in a thread after its tenant's earlier work."""
         if weight <= THREAD_ABOVE:
             return work(*args, **kwargs)
-        call = partial(work, *args, **kwargs)
-        return await self._one_per_tenant(tenant, partial(self._in_thread, weight, call))
+        return await self._one_per_tenant(tenant, self._threads, partial(work, *args, **kwargs))
 
     async def parse_json(self, tenant: TenantId, weight: int, work: Callable[..., Answer], *args: Any) -> Answer:
         """Run some work on JSON, in a child process if it is heavy.
@@ -117,33 +114,25 @@ class Parser:
         """Run some work in a child process. The requirements of `parse_json` apply. Raises BodyTooLarge: it exceeds the
         memory or processor time of one call.
         """
-        return await self._one_per_tenant(tenant, partial(self._in_child, work, args))
+        try:
+            return await self._one_per_tenant(tenant, self._child_threads, partial(self._with_child, work, args))
+        finally:
+            self._end_idle_soon()
 
-    async def _one_per_tenant(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    async def _one_per_tenant(
+        self, tenant: TenantId, threads: ThreadPoolExecutor, call: Callable[[], Answer]
+    ) -> Answer:
         async with self._locks.of(tenant):
-            # A client that disconnects must not start a second task concurrently, because a thread cannot be
-            # cancelled.
-            working = asyncio.ensure_future(work())
+            working = asyncio.get_running_loop().run_in_executor(threads, call)
             try:
                 return await asyncio.shield(working)
             except asyncio.CancelledError:
+                # A client that disconnects must not start a second task concurrently, because a thread cannot be
+                # cancelled.
                 await asyncio.wait([working])
                 raise
-
-    async def _in_thread(self, weight: int, call: Callable[[], Answer]) -> Answer:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        finally:
-            if weight > _TRIM_ABOVE:
+            finally:
                 self._trim_soon()
-
-    async def _in_child(self, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._child_threads, self._with_child, work, args)
-        finally:
-            self._end_idle_soon()
-            self._trim_soon()
 
     def _with_child(self, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
         child = self._idle.pop()  # one child per thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,11 +13,12 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import HISTORY_POINTS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.intake import SampleLimits
-from cotrain_store.tenants.policies import Policies, TenantLimits
+from cotrain_store.tenants.policies import LimitsOf, Policies, TenantLimits
 from cotrain_store.tenants.records import RecordLimits
 
 #: Lua scripts count exactly up to 2**53.
 LIMITS = 10**15
+Part = TypeVar("Part")
 AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
 
 #: Maximum delay until a change by the operator takes effect in every API process, in seconds.
@@ -67,22 +68,19 @@ class Quotas(BaseModel):
         """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""
         return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
 
-    @property
     def tenant_limits(self) -> TenantLimits:
-        """Limits on one tenant's pending requests."""
+        """Return the limits on one tenant's pending requests."""
         return TenantLimits(
             self.ops, self.tokens, self.bytes, self.runs, self.unread_bytes, self.samplers,
             self.sampler_bytes, self.run_bytes, self.record_bytes, self.history_points,
         )  # fmt: skip
 
-    @property
     def sample_limits(self) -> SampleLimits:
-        """Limits on one tenant's waiting and running sample requests."""
+        """Return the limits on one tenant's waiting and running sample requests."""
         return SampleLimits(self.samples, self.bytes, self.unread_bytes, self.sample_tokens)
 
-    @property
     def record_limits(self) -> RecordLimits:
-        """Limits on one tenant's sessions, samplers and records."""
+        """Return the limits on one tenant's sessions, samplers and records."""
         return RecordLimits(self.sessions, self.samplers, self.record_bytes)
 
 
@@ -113,14 +111,10 @@ class OwnQuotas:
         """Drop a tenant's cached quotas after a change."""
         self._known.pop(tenant, None)
 
-    async def tenant_limits(self, tenant: TenantId) -> TenantLimits:
-        """Return the limits on a tenant's pending requests."""
-        return (await self.of(tenant)).tenant_limits
+    def limits_of(self, part: Callable[[Quotas], Part]) -> LimitsOf[Part]:
+        """Return a function that returns one part of a tenant's quotas."""
 
-    async def sample_limits(self, tenant: TenantId) -> SampleLimits:
-        """Return the limits on a tenant's sample requests."""
-        return (await self.of(tenant)).sample_limits
+        async def limits(tenant: TenantId) -> Part:
+            return part(await self.of(tenant))
 
-    async def record_limits(self, tenant: TenantId) -> RecordLimits:
-        """Return the limits on a tenant's sessions, samplers and records."""
-        return (await self.of(tenant)).record_limits
+        return limits

@@ -1,7 +1,7 @@
 """ASGI middleware around the application, in the order in which a request passes it.
 
 * `RequestMiddleware`: id, measurements, span, and the answer to an unexpected error.
-* `OtherMethods`: HEAD and OPTIONS.
+* `HeadAsGet`: HEAD.
 * `DirectRoutes`: the most frequent requests, answered in front of the framework.
 * `PathPrefix`: outermost, if a proxy serves this server below a path.
 """
@@ -183,44 +183,23 @@ def _log_crash(error: Exception) -> None:
     log.error("request_crashed", error=type(error).__name__, where=where)
 
 
-class OtherMethods:
-    """ASGI middleware that answers HEAD as GET, and OPTIONS with the methods of a path.
-
-    The web server drops the body of an answer to HEAD.
-    """
+class HeadAsGet:
+    """ASGI middleware that answers HEAD as GET. The web server drops the body of the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        method = scope.get("method")
-        if method not in ("HEAD", "OPTIONS"):
+        if scope.get("method") != "HEAD":
             await self.app(scope, receive, send)
             return
-        inner = {**scope, "method": "GET"} if method == "HEAD" else {**scope}
+        inner = {**scope, "method": "GET"}
         try:
-            await self.app(inner, receive, send if method == "HEAD" else _allowing(send))
+            await self.app(inner, receive, send)
         finally:
             # The layers outside read the route that the router found.
             scope["route"] = inner.get("route")
-
-
-def _allowing(send: Send) -> Send:
-    """Turn a refusal of the method into an empty answer with the methods that the path has."""
-    is_refused = False
-
-    async def send_allowed(message: Message) -> None:
-        nonlocal is_refused
-        if message["type"] == "http.response.start" and message["status"] == 405:
-            is_refused = True
-            allowed = [each for each in message["headers"] if each[0].lower() == b"allow"]
-            message = {**message, "status": 204, "headers": allowed}
-        elif is_refused and message["type"] == "http.response.body":
-            message = {**message, "body": b""}
-        await send(message)
-
-    return send_allowed
 
 
 class DirectRoute(Protocol):

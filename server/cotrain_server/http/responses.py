@@ -112,6 +112,8 @@ async def _answer_schema(request: Request, error: Exception) -> JSONResponse:
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if request.method == "OPTIONS" and error.status_code == 405:
+        return Response(status_code=204, headers=error.headers)  # `Allow` has the methods of the path
     message = str(error.detail)
     code = "_".join(message.lower().split())
     answer = error_at(request.scope, error.status_code, message, code, request.state.request_id)

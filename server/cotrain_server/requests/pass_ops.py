@@ -81,13 +81,13 @@ class ParsedPass:
     body: bytes  # the message as it was sent, or as it was converted from JSON
     forward_only: bool = False  # set by the endpoint of forward passes
     needs_child: bool = True
-    """True if only a child process may parse the body: it is large, or has images to decode."""
+    """True if only a child process may parse the body: it is large, or has images or sparse tensors to expand."""
     refusal: str = ""  # reason why the request is invalid; `body` then only identifies it
 
     @classmethod
     def of(cls, model_id: str, seq: int | None, body: bytes, message: PassMessage, *, forward_only: bool) -> Self:
         """Return the request of a body and its message, or of the start of its message if it is large."""
-        needs_child = len(body) > SMALL_PASS or has_images(message)
+        needs_child = len(body) > SMALL_PASS or has_images(message) or _has_sparse(message)
         return cls(model_id, seq, body, forward_only, needs_child)
 
 
@@ -121,6 +121,11 @@ def pass_op_apart(request: ParsedPass, pool: PoolRecord) -> Op:
     """
     op = pass_op(request, pool)
     return replace(op, body=b"") if op.body is request.body else op
+
+
+def _has_sparse(message: PassMessage) -> bool:
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    return any(tensor.HasField("sparse_csr") for tensor in tensors)
 
 
 def _check_address(message: PassMessage, request: ParsedPass) -> None:

@@ -11,7 +11,8 @@ import hashlib
 import secrets
 import shutil
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import IO, Annotated, Any
@@ -44,7 +45,7 @@ from cotrain_store.errors import (
     SeqConflict,
     StoreUnavailable,
 )
-from cotrain_store.messages.ids import SessionId, WeightsRef, encode, request_id, run_id
+from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
 from cotrain_store.results.futures import Pending
@@ -123,10 +124,9 @@ async def upload_checkpoint(
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
     limit = services.settings.max_upload_bytes
-    with services.uploads.of(tenant.id, 1):
-        async with _received(request, services, limit) as archive, services.unpacking:
-            adapter = await asyncio.to_thread(_read_archive, archive, limit)
-            run = await _queue(services, wanted, adapter)
+    async with _receiving(request, services, tenant.id, limit) as archive:
+        adapter = await asyncio.to_thread(_read_archive, archive, limit)
+        run = await _queue(services, wanted, adapter)
     return wire.UploadResponse(
         request_id=request_id(run.id, 1),
         model_id=run.id,
@@ -144,16 +144,15 @@ async def upload_form(request: Request, services: ServicesDep, tenant: TenantDep
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
     limit = services.settings.max_upload_bytes
-    with services.uploads.of(tenant.id, 1):
-        async with _received(request, services, limit) as body, services.unpacking:
-            form = request.headers.get("content-type", "")
-            archive = await asyncio.to_thread(file_in_form, body, form, "file")
-            files = await asyncio.to_thread(unpack, archive, limit)
-            adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
-            pool = await _pool_of(services, files.config)
-            save = _save_request(wire.UploadQuery(base_model=pool.base_model, name=NAME))
-            wanted = _Wanted(tenant, pool, None, 0, save)
-            run = await _queue(services, wanted, adapter)
+    async with _receiving(request, services, tenant.id, limit) as body:
+        form = request.headers.get("content-type", "")
+        archive = await asyncio.to_thread(file_in_form, body, form, "file")
+        files = await asyncio.to_thread(unpack, archive, limit)
+        adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
+        pool = await _pool_of(services, files.config)
+        save = _save_request(wire.UploadQuery(base_model=pool.base_model, name=NAME))
+        wanted = _Wanted(tenant, pool, None, 0, save)
+        run = await _queue(services, wanted, adapter)
     for seq in (0, 1):
         await _await_op(services, run, seq, PATIENCE_S)
     return wire.UploadedResponse(path=wanted.path_in(run))
@@ -215,16 +214,15 @@ async def upload_file(token: str, file: str, request: Request, services: Service
         raise Refused(Reason.BAD_LINK)
     blobs, limit = settings.blob_store, limits_of(settings.max_upload_bytes)[file]
     pending = PendingFiles(blobs, link.tenant, link.path.removeprefix(_UPLOAD_OF))
-    with services.uploads.of(link.tenant, 1):
-        async with _received(request, services, limit, file) as body, services.unpacking:
-            content = await asyncio.to_thread(body.read)
-            free_bytes = shutil.disk_usage(settings.data_dir).free - len(content)
-            if blobs.folder and free_bytes < settings.disk_reserve_bytes:
-                raise Refused(Reason.DISK_RESERVE_REACHED)
-            try:
-                await asyncio.to_thread(pending.put, file, content)
-            except OSError as error:
-                raise _unavailable(error) from error
+    async with _receiving(request, services, link.tenant, limit, file) as body:
+        content = await asyncio.to_thread(body.read)
+        free_bytes = shutil.disk_usage(settings.data_dir).free - len(content)
+        if blobs.folder and free_bytes < settings.disk_reserve_bytes:
+            raise Refused(Reason.DISK_RESERVE_REACHED)
+        try:
+            await asyncio.to_thread(pending.put, file, content)
+        except OSError as error:
+            raise _unavailable(error) from error
     return Response()
 
 
@@ -333,11 +331,18 @@ def _save_request(query: wire.UploadQuery) -> SaveRequest:
     )
 
 
-def _received(
-    request: Request, services: Services, limit_bytes: int, name: str = "Upload"
-) -> AbstractAsyncContextManager[IO[bytes]]:
-    settings = services.settings
-    return received(request, settings.data_dir / FOLDER, limit_bytes, settings.disk_reserve_bytes, name)
+@asynccontextmanager
+async def _receiving(
+    request: Request, services: Services, tenant: TenantId, limit_bytes: int, name: str = "Upload"
+) -> AsyncIterator[IO[bytes]]:
+    """Receive a body as one of the tenant's uploads. Within the block, no other upload is unpacked."""
+    settings, folder = services.settings, services.settings.data_dir / FOLDER
+    with services.uploads.of(tenant, 1):
+        async with (
+            received(request, folder, limit_bytes, settings.disk_reserve_bytes, name) as body,
+            services.unpacking,
+        ):
+            yield body
 
 
 async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> RunRecord:

@@ -60,7 +60,7 @@ def test_an_invalid_value_stops_the_process(variables: pytest.MonkeyPatch, name:
 def test_samples_have_their_own_quota_and_share_that_of_bytes(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_QUOTAS", "samples=3, bytes=5, sample_tokens=7")
     settings = ServerSettings()
-    assert settings.quotas.sample_limits == SampleLimits(requests=3, bytes=5, tokens=7)
+    assert settings.quotas.sample_limits() == SampleLimits(requests=3, bytes=5, tokens=7)
 
 
 @pytest.mark.parametrize(
