@@ -131,7 +131,7 @@ async def test_a_failed_write_of_redis_is_repeated(log: Log) -> None:
     taken: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     lost = iter([True, False])
 
-    async def script(_: Any, args: Any, *stored: bytes | str) -> None:
+    async def script(args: Any, /, *stored: bytes | str) -> None:
         if next(lost):
             raise CONNECTION_LOST[0]
         taken.put_nowait(args)

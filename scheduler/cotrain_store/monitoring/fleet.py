@@ -263,7 +263,7 @@ async def _queues(connection: Connection, pool: PoolId, tenants: Sequence[Tenant
     queues: list[QueueStatus] = []
     for first in range(0, len(tenants), TENANTS_AT_ONCE):
         part = tenants[first : first + TENANTS_AT_ONCE]
-        row = await queue_loads([], {"prefix": redis_keys.prefix(pool), "tenants": part})
+        row = await queue_loads({"prefix": redis_keys.prefix(pool), "tenants": part})
         numbers = map(int, json.loads(row))
         queues += map(QueueStatus, part, *[numbers] * 5)
     return tuple(queues)

@@ -177,7 +177,7 @@ async def busiest_tenants(
         starts = _starts(now_s, TOP_MINUTES)
         for first in range(0, TOP_MINUTES, MINUTES_AT_ONCE):
             part = starts[first : first + MINUTES_AT_ONCE]
-            rows = (busy_minute([redis_keys.minute(pool, start)], {}) for start in part)
+            rows = (busy_minute({"minute": redis_keys.minute(pool, start)}) for start in part)
             for row in await asyncio.gather(*rows):
                 for tenant, value in json.loads(row).items():
                     seconds[TenantId(tenant)] += float(value)

@@ -19,7 +19,7 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.disk.storage import UNLOADED, Capacity
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode, request_id
+from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId, WeightsRef, encode, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.messages.runs import RunRecord, RunState, pool_record
 from cotrain_store.monitoring import metrics
@@ -54,6 +54,7 @@ class Submission:
 
     run: RunId
     tenant: TenantId
+    session: SessionId
     created_at: float  # creation time of the run
     record: str | None  # record of the run, for the op that creates it
     seq: int | None  # seq of the client; None for an unnumbered op
@@ -74,20 +75,6 @@ class Submission:
     max_seq_gap: int = MAX_SEQ_GAP
     sampler_idle_ms: int = redis_keys.EPHEMERAL_SAMPLER_IDLE_MS
     sampler_rest_ms: int = SAMPLER_REST_MS
-
-
-def submission_keys(run: RunRecord) -> list[str]:
-    """Return the keys of `submit.lua`, in its order."""
-    pool, tenant = run.pool, run.tenant
-    return [
-        redis_keys.run(run.id), redis_keys.log(pool, run.id), redis_keys.ops(pool, run.id),
-        redis_keys.bodies(pool, run.id), redis_keys.digests(pool, run.id), redis_keys.ready(pool),
-        redis_keys.gaps(pool), redis_keys.queue(pool, tenant), redis_keys.queue_tenants(pool),
-        redis_keys.spool_segment_refs(), redis_keys.session_runs(run.session),
-        redis_keys.tenant_runs(tenant), redis_keys.notify_scheduler(),
-        redis_keys.unnumbered_ops(pool, run.id), redis_keys.training_runs(tenant),
-        redis_keys.all_training_runs(),
-    ]  # fmt: skip
 
 
 class Intake:
@@ -190,14 +177,13 @@ class Intake:
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = [redis_keys.run(run.id), redis_keys.notify_results()]
         args = {
             "run": run.id, "tenant": run.tenant, "prefix": redis_keys.prefix(run.pool),
             "state": RunState.CLOSED, "failure": UNLOADED.encode().decode(),
             "request": request, "result": result.encode().decode(),
             "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
-        answer = await self._close(script_keys, args)
+        answer = await self._close(args)
         if answer == b"GONE":
             raise RunNotFound
         return request
@@ -226,7 +212,7 @@ class Intake:
             along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
             unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
             asked = Submission(
-                run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
+                run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at, record=record, seq=seq,
                 idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
                 pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
@@ -234,11 +220,11 @@ class Intake:
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
             if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
-                answer, *at = await self._run_submit(run, asked, b"", save or b"")
+                answer, *at = await self._run_submit(asked, b"", save or b"")
             if answer == b"ROOM":
                 op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
                 failpoint("api.before_submit", run.id)
-                answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
+                answer, *at = await self._run_submit(replace(asked, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
         refused = refusal(answer.decode(), at, asked)
         if refused:
@@ -259,10 +245,10 @@ class Intake:
         free_bytes = self._capacity.free_disk_bytes
         return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
-    async def _run_submit(self, run: RunRecord, asked: Submission, body: bytes, save: bytes) -> list[Any]:
+    async def _run_submit(self, asked: Submission, body: bytes, save: bytes) -> list[Any]:
         inline = body if asked.op.segment is None else b""
         inline_save = save if asked.save and asked.save.segment is None else b""
-        answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
+        answer: list[Any] = await self._submit(asked, inline, inline_save)
         return answer
 
 

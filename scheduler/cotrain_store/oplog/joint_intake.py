@@ -20,7 +20,7 @@ from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, encode, 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys, submitted_op
+from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submitted_op
 from cotrain_store.tenants.policies import RunWeight, TenantLimits
 
 
@@ -79,12 +79,11 @@ class JointIntake(Intake):
         return accepted
 
     async def _run(self, ops: Sequence[JointOp], asked: Sequence[Submission]) -> Accepted:
-        keys = [key for op in ops for key in submission_keys(op.run)]
         bodies = [
             op.body if each.op.envelope and each.op.segment is None else b""
             for op, each in zip(ops, asked, strict=True)
         ]
-        answers: list[list[Any]] = await self._submit(keys, {"together": asked}, *bodies)
+        answers: list[list[Any]] = await self._submit({"together": asked}, *bodies)
         accepted: Accepted = []
         for op, each, (answer, *numbers) in zip(ops, asked, answers, strict=True):
             refused = refusal(answer.decode(), numbers, each)
@@ -103,7 +102,7 @@ def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight
     """Return the argument that only checks if the op would be accepted."""
     run = op.run
     return Submission(
-        run=run.id, tenant=run.tenant, created_at=run.created_at, seq=op.seq,
+        run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at, seq=op.seq,
         record=encode(run) if op.forked else None, forks=bool(op.forked), weighs=weighs,
         idempotency_key=None, op=SubmittedOp(op.digest, len(op.body)), save=None,
         tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),

@@ -109,7 +109,7 @@ class DeliveryLog:
             some = self._unflushed[:_AT_ONCE]
             rows = [{"tenant": tenant, "request": request} for tenant, request in some]
             try:
-                await self._results_sent([], {"sent": rows})
+                await self._results_sent({"sent": rows})
             except ANY_TROUBLE as trouble:
                 note_trouble("strike off what was sent", trouble)
                 return
@@ -135,8 +135,7 @@ class DeliveryLog:
         owners = await _session_owners(self._redis, {session for _, _, session in read})
         own = [name for name, key_id, session in read if _is_owner(key_id, owners[session])]
         if own:
-            args = {"requests": own, "ttl_ms": redis_keys.READ_RESULT_TTL_MS}
-            await self._results_read([], args)
+            await self._results_read({"requests": own, "ttl_ms": redis_keys.READ_RESULT_TTL_MS})
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._ops.values()}
@@ -155,7 +154,7 @@ class DeliveryLog:
         owners = await _session_owners(self._redis, alive)
         read = [name for name, key_id in old if name.session in alive and _is_owner(key_id, owners[name.session])]
         if read:
-            await self._sample_read([], _read_samples([sample_id(*name) for name in read]))
+            await self._sample_read(_read_samples([sample_id(*name) for name in read]))
         for sent in old:
             if sent[0].session in alive or now - self._samples[sent] > _FORGET_AFTER_S:
                 del self._samples[sent]
@@ -233,7 +232,7 @@ class Completions(ChannelSubscriber):
         named = {request: parse_sample(request) for request in requests}
         own = [request for request, name in named.items() if name and name.sampler == sampler.id]
         for start in range(0, len(own), ACKNOWLEDGED_AT_ONCE):
-            await self._read([], _read_samples(own[start : start + ACKNOWLEDGED_AT_ONCE]))
+            await self._read(_read_samples(own[start : start + ACKNOWLEDGED_AT_ONCE]))
 
     async def _ended(self, sampler: SamplerId, clone: int, after: int) -> tuple[list[Completion], int]:
         name, read = redis_keys.completions(sampler, clone), min(after, _LARGEST)
@@ -283,7 +282,7 @@ async def max_unread(connection: Connection, most: int) -> dict[TenantId, int]:
 
 async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
     """Return the bytes of results never sent of each tenant, as counted by the quota."""
-    sizes = await async_script(connection, "unread_bytes")([], {"tenants": list(tenants)})
+    sizes = await async_script(connection, "unread_bytes")({"tenants": list(tenants)})
     return dict(zip(tenants, sizes, strict=True))
 
 

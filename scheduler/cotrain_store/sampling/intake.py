@@ -20,6 +20,7 @@ from cotrain_store.messages.ids import (
     OWN_SEQS,
     RequestId,
     SamplerId,
+    SessionId,
     TenantId,
     WeightsRef,
     parse_sample,
@@ -50,6 +51,7 @@ class SampleSubmission:
 
     request: RequestId
     tenant: TenantId
+    session: SessionId
     sampler: SamplerId
     weights: WeightsRef  # empty for the base model alone
     clone: str
@@ -121,33 +123,25 @@ class SampleIntake:
         """
         if parse_sample(request) is None:
             return
-        script_keys = [redis_keys.sample(request), redis_keys.spool_segment_refs(), redis_keys.notify_results()]
         args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": TTL_MS}
-        await self._cancel(script_keys, args)
+        await self._cancel(args)
 
     async def _accept(
         self, sampler: SamplerRecord, request: RequestId, seq: int, content: bytes, tokens: int, ref: str | None
     ) -> bytes:
         pool, tenant = sampler.pool, sampler.tenant
         limits = await self._limits_of(tenant)
-        weights = sampler.weights or WeightsRef("")
-        script_keys = [
-            redis_keys.sample(request), redis_keys.sampler(sampler.id),
-            redis_keys.session(sampler.session), redis_keys.weights(weights),
-            redis_keys.sample_load(pool, tenant), redis_keys.queue_tenants(pool),
-            redis_keys.sample_ring(pool), redis_keys.spool_segment_refs(),
-            redis_keys.workers(pool),
-        ]  # fmt: skip
         unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
         asked = SampleSubmission(
-            request=request, tenant=tenant, sampler=sampler.id, weights=weights, clone=_clone(seq),
+            request=request, tenant=tenant, session=sampler.session, sampler=sampler.id,
+            weights=sampler.weights or WeightsRef(""), clone=_clone(seq),
             digest=hashlib.sha256(content).hexdigest(), size=len(content), tokens=tokens, ref=ref,
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=redis_keys.prefix(pool),
             idle_ms=redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
             limits=replace(limits, unread_bytes=unread_bytes), trace=current_traceparent() or None,
         )  # fmt: skip
-        answer: bytes = await self._submit(script_keys, asked, content if ref == "inline" else b"")
+        answer: bytes = await self._submit(asked, content if ref == "inline" else b"")
         return answer
 
 

@@ -1,22 +1,17 @@
 -- reassign: transfer the work of a worker without a heartbeat to its successor, another worker of its pool.
 -- Fenced by the scheduler's epoch and by the lost worker's own. The latter is increased, which fences the lost
 -- worker's process in case it still runs. Idempotent.
--- needs: sample_put_back, changed
+-- needs: fence, sample_put_back, changed
 -- The successor receives the work that one worker must do: open steps, unstored weights, and the runs of both.
 -- The other runs have no worker afterwards, because the lost one is removed from the workers.
-local scheduler_epoch, workers, dead_epoch, dead_heartbeat, successor_heartbeat, refs, notify, counters =
-  unpack(KEYS)
-local args = cjson.decode(ARGV[1])
 local prefix, dead, successor, any_worker = args.prefix, args.dead, args.successor, args.any_worker
+local workers, dead_epoch = prefix .. 'workers', prefix .. 'epoch:' .. dead
 
-if redis.call('GET', scheduler_epoch) ~= args.epoch then
-  return 'FENCED'
-end
 if redis.call('SISMEMBER', workers, dead) == 0 then
   return 'OK'
 end
-if redis.call('GET', dead_epoch) ~= args.seen_epoch or redis.call('EXISTS', dead_heartbeat) == 1
-  or redis.call('EXISTS', successor_heartbeat) == 0 then
+if redis.call('GET', dead_epoch) ~= args.seen_epoch or redis.call('EXISTS', prefix .. 'worker:' .. dead) == 1
+  or redis.call('EXISTS', prefix .. 'worker:' .. successor) == 0 then
   return 'OUTDATED'
 end
 local open, runs = redis.call('HGETALL', prefix .. 'open:' .. dead), {}
@@ -52,7 +47,7 @@ for run in pairs(runs) do
 end
 
 local resolved = {}
-put_back(prefix, dead, 1, refs, args.lives, args.cancel, resolved)
+put_back(prefix, dead, 1, args.lives, args.cancel, resolved)
 for _, tenant in ipairs(redis.call('SMEMBERS', prefix .. 'tenants')) do
   local waiting = prefix .. 'waiting:' .. dead .. ':' .. tenant
   local request = redis.call('RPOP', waiting)
@@ -70,7 +65,7 @@ end
 local drops, its_drops = prefix .. 'drops:' .. successor, prefix .. 'drops:' .. dead
 redis.call('SUNIONSTORE', drops, drops, its_drops)
 redis.call('DEL', prefix .. 'open:' .. dead, unstored, its_drops)
-redis.call('HINCRBY', counters, 'reassignments', 1)
-redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
+redis.call('HINCRBY', prefix .. 'counters', 'reassignments', 1)
+redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 redis.call('PUBLISH', prefix .. 'notify:' .. successor, 'successor')
 return 'OK'

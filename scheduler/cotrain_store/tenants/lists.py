@@ -196,8 +196,7 @@ class RunLabels:
             args["note"] = note
         if tags is not None:
             args["tags"] = json.dumps(list(dict.fromkeys(tags))) if tags else ""
-        script_keys = [redis_keys.run(run.id), redis_keys.labelled_runs(run.tenant)]
-        answer = await self._label(script_keys, args)
+        answer = await self._label(args)
         if answer == b"GONE":
             raise RunNotFound
         if answer == b"RECORDS":

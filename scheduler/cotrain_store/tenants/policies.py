@@ -80,7 +80,7 @@ class Policies:
         """Set the given limits atomically; None restores the default."""
         numbers = {quota: str(number) for quota, number in given.items() if number is not None}
         back = sorted(given.keys() - numbers.keys())
-        await self._tenant_limits([redis_keys.limits(tenant)], {"numbers": numbers, "back": back})
+        await self._tenant_limits({"tenant": tenant, "numbers": numbers, "back": back})
 
     async def weight(self, tenant: TenantId) -> float:
         """Return a tenant's weight."""
@@ -118,9 +118,8 @@ class PauseRecords:
 
     async def pause_run(self, run: RunRecord, reason: str = "") -> None:
         """Exclude the ops of a run from now on; raises RunClosed if it has ended."""
-        script_keys = [redis_keys.log(run.pool, run.id), redis_keys.paused_runs()]
         pause = encode(Pause(time.time(), reason, run.tenant))
-        if await self._pause_run(script_keys, {"run": run.id, "pause": pause}) == b"CLOSED":
+        if await self._pause_run({"prefix": redis_keys.prefix(run.pool), "run": run.id, "pause": pause}) == b"CLOSED":
             raise RunClosed
 
     async def resume_run(self, run: RunRecord) -> bool:

@@ -108,17 +108,13 @@ class Records:
             display_name=display_name,
         )
         limits = await self._limits_of(tenant)
-        script_keys = [
-            redis_keys.session(session.id), redis_keys.tenant_sessions(tenant),
-            redis_keys.living_sessions(tenant),
-        ]  # fmt: skip
         args = {
             "session": session.id, "tenant": tenant, "record": encode(session), "key": key_id,
             "created_at": session.created_at, "now_ms": int(session.created_at * 1000),
             "heartbeat_ttl_ms": redis_keys.SESSION_HEARTBEAT_TTL_MS,
             "max_sessions": limits.sessions, "max_record_bytes": limits.record_bytes,
         }  # fmt: skip
-        answer = await self._session(script_keys, args)
+        answer = await self._session(args)
         if answer == b"SESSIONS":
             most = f"{limits.sessions:,} of {limits.sessions:,} sessions of this tenant are open"
             remedy = "Close a client, or wait until idle sessions end."
@@ -239,19 +235,13 @@ class Records:
             CheckpointNotFound: its weights were deleted.
             SAMPLER_QUOTA_REACHED: transient.
         """
-        weights = record.weights or WeightsRef("")
-        script_keys = [
-            redis_keys.sampler(record.id), redis_keys.session(record.session),
-            redis_keys.weights(weights), redis_keys.weights_users(weights),
-            redis_keys.session_samplers(record.session),
-        ]  # fmt: skip
         args = {
-            "sampler": record.id, "tenant": record.tenant, "record": encode(record),
-            "has_weights": record.weights is not None,
+            "sampler": record.id, "session": record.session, "tenant": record.tenant, "record": encode(record),
+            "weights": record.weights or "",
             "idle_ms": redis_keys.sampler_idle_ms(ephemeral=record.ephemeral),
             "max_samplers": (await self._limits_of(record.tenant)).samplers,
         }  # fmt: skip
-        answer = await self._sampler(script_keys, args)
+        answer = await self._sampler(args)
         if answer == b"SAMPLERS":
             raise Refused(Reason.SAMPLER_QUOTA_REACHED)
         if answer == b"FINISHED":
