@@ -17,10 +17,10 @@ from cotrain_store.messages.ops import PoolView, QueuedOp, Result, RunQueue, Ste
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.commit_rows import rejection
 from cotrain_store.oplog.moves import Moves
-from cotrain_store.redis_client.connection import Connection, clock_ms
+from cotrain_store.redis_client.connection import Connection, clock_ms, replies
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.results.queue_notice import client_seq, given_up
-from cotrain_store.tenants.policies import read_pauses, read_weights
+from cotrain_store.tenants.policies import read_policy
 
 #: Maximum number of runs read by one call; it blocks Redis.
 RUNS_AT_ONCE = 256
@@ -105,7 +105,7 @@ class Dispatch:
 
     async def policy(self) -> PlanPolicy:
         """Return the pauses, and the weights of tenants."""
-        return PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
+        return await read_policy(self._redis)
 
     async def base_model(self, pool: PoolId) -> str:
         """Return the base model of a pool."""
@@ -121,10 +121,7 @@ class Dispatch:
             return 0
         ready = await self._redis.zrange(redis_keys.ready(pool), 0, RUNS_READ - 1)
         runs = [RunId(name.decode()) for name in ready]
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hget(redis_keys.log(pool, run), "tenant")
-        tenants = await pipeline.execute() if runs else []
+        tenants = await replies(self._redis, (("HGET", redis_keys.log(pool, run), "tenant") for run in runs))
         return sum(
             run in pauses.runs or (tenant or b"").decode() in pauses.tenants
             for run, tenant in zip(runs, tenants, strict=True)
@@ -208,7 +205,9 @@ class Dispatch:
         """Return the runs that hold ops behind a seq missing for longer than this."""
         latest = await clock_ms(self._redis) - older_than_s * 1000
         runs = await self._redis.zrangebyscore(redis_keys.gaps(pool), 0, latest)
-        tenants = [await self._redis.hget(redis_keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
+        tenants = await replies(
+            self._redis, (("HGET", redis_keys.log(pool, RunId(r.decode())), "tenant") for r in runs)
+        )
         return [
             (RunId(run.decode()), TenantId(tenant.decode()))
             for run, tenant in zip(runs, tenants, strict=True)

@@ -45,6 +45,7 @@ from cotrain_store.redis_client.connection import (
     ChannelSubscriber,
     Connection,
     note_trouble,
+    replies,
 )
 from cotrain_store.redis_client.scripts import async_script
 
@@ -139,10 +140,7 @@ class DeliveryLog:
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._ops.values()}
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for run, pool in runs.items():
-                pipeline.hget(redis_keys.log(pool, run), "last")
-            rows = await pipeline.execute()
+        rows = await replies(self._redis, (("HGET", redis_keys.log(pool, run), "last") for run, pool in runs.items()))
         return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
 
     async def _expire_samples(self, now: float) -> None:
@@ -238,10 +236,7 @@ class Completions(ChannelSubscriber):
         name, read = redis_keys.completions(sampler, clone), min(after, _LARGEST)
         rows = await self._redis.zrangebyscore(name, f"({read}", "+inf", start=0, num=ENTRIES_AT_ONCE, withscores=True)
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for request in requests:
-                pipeline.hmget(redis_keys.sample(request), ["failed", "size"])
-            facts = await pipeline.execute()
+        facts = await replies(self._redis, (("HMGET", redis_keys.sample(each), "failed", "size") for each in requests))
         ended = [
             Completion(request, failed == b"1", int(size or 0))
             for request, (failed, size) in zip(requests, facts, strict=True)
@@ -298,10 +293,7 @@ def _read_samples(requests: Sequence[str]) -> dict[str, Any]:
 async def _session_owners(connection: Connection, sessions: Iterable[SessionId]) -> dict[SessionId, str]:
     """Return the id of the key that opened each session; "" if none is recorded."""
     asked = sorted(sessions)
-    async with connection.pipeline(transaction=False) as pipeline:
-        for session in asked:
-            pipeline.hget(redis_keys.session(session), "key")
-        rows = await pipeline.execute()
+    rows = await replies(connection, (("HGET", redis_keys.session(session), "key") for session in asked))
     return {session: (row or b"").decode() for session, row in zip(asked, rows, strict=True)}
 
 

@@ -37,6 +37,7 @@ from cotrain_store.redis_client.connection import (
     Connection,
     clock_ms,
     repeat,
+    replies,
 )
 from cotrain_store.results.delivery import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
 from cotrain_store.results.queue_notice import (
@@ -249,10 +250,10 @@ class Futures(ChannelSubscriber):
     async def _waiting_before(self, tenant: TenantId, pool: PoolId, request: RequestId) -> int | None:
         """Return the number of the tenant's sample requests waiting before this one; None if it is not waiting."""
         workers = await self._redis.smembers(redis_keys.workers(pool))
-        pipeline = self._redis.pipeline(transaction=False)
-        for queue in (redis_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
-            pipeline.lpos(redis_keys.waiting_samples(pool, queue, tenant), request)
-        return next((found for found in await pipeline.execute() if found is not None), None)
+        queues = (redis_keys.ANY_WORKER, *(worker.decode() for worker in workers))
+        lists = (redis_keys.waiting_samples(pool, queue, tenant) for queue in queues)
+        positions = await replies(self._redis, (("LPOS", waiting, request) for waiting in lists))
+        return next((position for position in positions if position is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
         """Return the reason why a request waits; raises RequestNotFound if it never existed or has expired."""

@@ -14,10 +14,11 @@ from cotrain.wire.rest import HistoryPoint
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
-from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, run_record, session_record, tags_of
-from cotrain_store.redis_client.connection import Connection
+from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, session_record, tags_of
+from cotrain_store.redis_client.connection import Connection, replies
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.history import read_points
+from cotrain_store.tenants.records import read_runs
 from cotrain_store.usage import usage_field, usage_hour
 from cotrain_store.weights import Checkpoints
 
@@ -73,7 +74,7 @@ class RunList:
         for first in range(start, start + LOOKED_AT, READ_AT_ONCE):
             wanted = READ_AT_ONCE if keep else limit
             names = await self._redis.zrange(key, first, first + wanted - 1, desc=True)
-            for run in await self.records([RunId(name.decode()) for name in names]):
+            for run in await read_runs(self._redis, (RunId(name.decode()) for name in names)):
                 cursor = f"{run.created_at!r}/{run.id}"
                 if keep is None or keep(run):
                     found.append(run)
@@ -83,13 +84,6 @@ class RunList:
             if len(names) < wanted:
                 return RunPage(tuple(found), "", total)
         return RunPage(tuple(found), cursor, total)
-
-    async def records(self, runs: Sequence[RunId]) -> list[RunRecord]:
-        """Return the runs of these ids. Missing ones are left out."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hgetall(redis_keys.run(run))
-        return [run_record(row) for row in (await pipeline.execute() if runs else []) if row]
 
     async def positions(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, RunPosition]:
         """Return the positions of runs, read in one round trip."""
@@ -214,10 +208,7 @@ class RunLabels:
 
     async def of(self, runs: Sequence[RunId]) -> Mapping[RunId, tuple[str, tuple[str, ...]]]:
         """Return the notes and tags of runs, which must have been read through their tenant."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hmget(redis_keys.run(run), ["note", "tags"])
-        rows = await pipeline.execute() if runs else []
+        rows = await replies(self._redis, (("HMGET", redis_keys.run(run), "note", "tags") for run in runs))
         return {run: ((note or b"").decode(), tags_of(tags)) for run, (note, tags) in zip(runs, rows, strict=True)}
 
 
@@ -315,10 +306,8 @@ class SessionSearch:
 
     async def _first_failed(self, runs: list[RunId]) -> dict[SessionId, RunId]:
         """Return the first run of each session that the server stopped."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hget(redis_keys.run(run), "state")
-        states = zip(reversed(runs), reversed(await pipeline.execute()), strict=True)
+        rows = await replies(self._redis, (("HGET", redis_keys.run(run), "state") for run in runs))
+        states = zip(reversed(runs), reversed(rows), strict=True)
         failed = RunState.FAILED.encode()
         return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}
 

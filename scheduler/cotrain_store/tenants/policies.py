@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
-from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses
+from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
 from cotrain_store.messages.runs import HISTORY_POINTS, LoraSpec, PoolRecord, RunRecord
 from cotrain_store.redis_client.connection import Connection
@@ -94,10 +94,11 @@ class Policies:
             await self._redis.hset(redis_keys.tenant_weights(), tenant, repr(weight))
 
 
-async def read_weights(connection: Connection) -> dict[TenantId, float]:
-    """Return the weights of all tenants whose weight differs from the default."""
+async def read_policy(connection: Connection) -> PlanPolicy:
+    """Return the pauses, and the weights of all tenants whose weight differs from the default."""
     rows = await connection.hgetall(redis_keys.tenant_weights())
-    return {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
+    weights = {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
+    return PlanPolicy(weights, await read_pauses(connection))
 
 
 class PauseRecords:

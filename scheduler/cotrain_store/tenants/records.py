@@ -38,7 +38,7 @@ from cotrain_store.messages.runs import (
     session_record,
     weights_record,
 )
-from cotrain_store.redis_client.connection import Connection
+from cotrain_store.redis_client.connection import Connection, replies
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import LimitsOf
 
@@ -61,6 +61,12 @@ class RecordLimits:
     sessions: int = 10_000
     samplers: int = 10_000
     record_bytes: int = 200_000_000
+
+
+async def read_runs(connection: Connection, runs: Iterable[RunId]) -> list[RunRecord]:
+    """Return the runs of these ids, which the caller may read. Missing ones are left out."""
+    rows = await replies(connection, (("HGETALL", redis_keys.run(run)) for run in runs))
+    return [run_record(row) for row in rows if row]
 
 
 class Records:
