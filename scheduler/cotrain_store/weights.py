@@ -82,8 +82,8 @@ class Checkpoints:
             expires_at=_expiry(ttl_seconds), public=False,
         )  # fmt: skip
         args = {
-            "source": redis_keys.checkpoint_member(source.run, source.kind, source.name),
-            "run": destination.id, "session": destination.session, "record": encode(destination), "checkpoint": encode(copy),
+            "source": redis_keys.checkpoint_member(source.run, source.kind, source.name), "checkpoint": encode(copy),
+            "run": destination.id, "session": destination.session, "record": encode(destination),
             "reader": reader or destination.tenant, "created_at": destination.created_at,
         }  # fmt: skip
         answer = await self._copy(args)

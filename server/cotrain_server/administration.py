@@ -22,7 +22,6 @@ from cotrain.wire.admin import (
     TenantList,
     TenantRow,
 )
-from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.views.usage import last_day, total_of
 from cotrain_store import redis_keys
@@ -36,6 +35,7 @@ from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.policies import default_quota, read_pauses, read_policy
+from cotrain_store.tenants.quotas import Quotas
 from cotrain_store.usage import UsageRow
 
 DAYS_SHOWN = 14

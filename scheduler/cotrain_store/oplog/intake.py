@@ -26,7 +26,8 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs_and_traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.policies import LimitsOf, RunWeight, TenantLimits, weigh_run
+from cotrain_store.tenants.policies import RunWeight, weigh_run
+from cotrain_store.tenants.quotas import Quotas, QuotasOf
 
 log = structlog.get_logger()
 
@@ -67,7 +68,8 @@ class Submission:
     sampler: SamplerId | None
     now_ms: int
     pool_tag: str
-    limits: TenantLimits
+    limits: Quotas
+    max_unread_bytes: int
     weighs: RunWeight | None = None
     """Weight of the run, for the op that creates it; None if it is unknown."""
     forks: bool = False
@@ -80,10 +82,8 @@ class Submission:
 class Intake:
     """Creates runs, accepts their ops and closes runs."""
 
-    def __init__(
-        self, connection: Connection, spool: Spool, limits_of: LimitsOf[TenantLimits], disk_reserve_bytes: int = 0
-    ) -> None:
-        self._limits_of = limits_of
+    def __init__(self, connection: Connection, spool: Spool, quotas_of: QuotasOf, disk_reserve_bytes: int = 0) -> None:
+        self._quotas_of = quotas_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "submit")
         self._close = async_script(connection, "close")
@@ -205,18 +205,17 @@ class Intake:
     ) -> RequestId:
         structlog.contextvars.bind_contextvars(run=run.id, seq=seq)
         await self._capacity.check()
-        limits = await self._limits_of(run.tenant)
-        weighs = await self._weigh(run, limits.run_bytes) if record else None
+        quotas = await self._quotas_of(run.tenant)
+        weighs = await self._weigh(run, quotas.run_bytes) if record else None
         now = time.time()
         with self._capacity.storing() as store:
             along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
-            unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
             asked = Submission(
                 run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at, record=record, seq=seq,
                 idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
                 pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
-                limits=replace(limits, unread_bytes=unread_bytes),
+                limits=quotas, max_unread_bytes=self._capacity.unread_bytes(quotas.unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
             if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync

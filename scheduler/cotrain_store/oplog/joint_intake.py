@@ -21,7 +21,8 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
 from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submitted_op
-from cotrain_store.tenants.policies import RunWeight, TenantLimits
+from cotrain_store.tenants.policies import RunWeight
+from cotrain_store.tenants.quotas import Quotas
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class JointIntake(Intake):
             DISK_RESERVE_REACHED, BODY_SWEPT, CONNECTION_LOST: some ops are not accepted; repeat the call later.
         """
         await self._capacity.check()
-        limits = await self._limits_of(tenant)
-        limits = replace(limits, unread_bytes=self._capacity.unread_bytes(limits.unread_bytes))
+        quotas = await self._quotas_of(tenant)
+        unread_bytes = self._capacity.unread_bytes(quotas.unread_bytes)
         now = time.time()
         copies = Counter(op.body for op in ops)
-        weighs = [await self._weigh(op.run, limits.run_bytes) if op.forked else None for op in ops]
-        asked = [_submission(op, limits, now, w) for op, w in zip(ops, weighs, strict=True)]
+        weighs = [await self._weigh(op.run, quotas.run_bytes) if op.forked else None for op in ops]
+        asked = [_submission(op, quotas, unread_bytes, now, w) for op, w in zip(ops, weighs, strict=True)]
         if any(len(body) * count > INLINE_LIMIT_BYTES for body, count in copies.items()):
             await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
@@ -98,7 +99,7 @@ class JointIntake(Intake):
         return accepted
 
 
-def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight | None) -> Submission:
+def _submission(op: JointOp, quotas: Quotas, unread_bytes: int, now: float, weighs: RunWeight | None) -> Submission:
     """Return the argument that only checks if the op would be accepted."""
     run = op.run
     return Submission(
@@ -106,5 +107,5 @@ def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight
         record=encode(run) if op.forked else None, forks=bool(op.forked), weighs=weighs,
         idempotency_key=None, op=SubmittedOp(op.digest, len(op.body)), save=None,
         tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),
-        pool_tag=redis_keys.hash_tag(run.pool), limits=limits,
+        pool_tag=redis_keys.hash_tag(run.pool), limits=quotas, max_unread_bytes=unread_bytes,
     )  # fmt: skip

@@ -51,7 +51,7 @@ class Moves:
                 raise Refused(Reason.CANNOT_MOVE, f"Run {run} has no worker yet. Its next request assigns one.")
 
     async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, leader: Mapping[str, str]) -> bool:
-        """Request the move of a run for the scheduler. Return False if it is impossible or the run was moved within QUIET_S.
+        """Request a move for the scheduler. Return False if it is impossible or the run was moved within QUIET_S.
 
         `leader` are the arguments that fence it. Raises Fenced: a newer scheduler leads.
         """

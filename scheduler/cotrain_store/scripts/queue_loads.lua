@@ -1,5 +1,6 @@
--- queue_loads: return the load of each of these tenants in a pool as one JSON text, with six numbers per tenant (ops,
--- tokens, bytes, samples waiting, samples running, tokens of samples). A client reads it ten times as fast as separate answers. Read-only.
+-- queue_loads: return the loads of these tenants in a pool as one JSON text. Each has six numbers: ops, tokens, bytes,
+-- samples waiting, samples running, tokens of samples. A client reads it ten times as fast as separate answers.
+-- Read-only.
 local args = cjson.decode(ARGV[1])
 local numbers = {}
 local function add(counts)

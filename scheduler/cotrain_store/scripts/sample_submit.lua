@@ -27,13 +27,13 @@ if args.weights ~= '' then
 end
 local used = redis.call('HMGET', load, 'waiting', 'running', 'bytes', 'tokens')
 local requests = tonumber(used[1] or 0) + tonumber(used[2] or 0)
-if requests >= max.requests or tonumber(used[3] or 0) + size > max.bytes then
+if requests >= max.samples or tonumber(used[3] or 0) + size > max.bytes then
   return 'BUSY'
 end
-if requests > 0 and tonumber(used[4] or 0) + args.tokens > max.tokens then
+if requests > 0 and tonumber(used[4] or 0) + args.tokens > max.sample_tokens then
   return 'TOKENS'
 end
-if unread_bytes(tenant) >= max.unread_bytes then
+if unread_bytes(tenant) >= args.max_unread_bytes then
   return 'UNREAD'
 end
 if not args.ref then

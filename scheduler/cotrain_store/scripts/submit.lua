@@ -61,7 +61,7 @@ local function submit(args, body, save_body)
     or tonumber(queued[3] or 0) + bytes_added > max.bytes) then
     return { 'BUSY', tonumber(queued[1] or 0), tonumber(queued[2] or 0), tonumber(queued[3] or 0) }
   end
-  if unread_bytes(tenant) >= max.unread_bytes then
+  if unread_bytes(tenant) >= args.max_unread_bytes then
     return { 'UNREAD' }
   end
   local only_on -- the worker that alone has the weights until they are stored

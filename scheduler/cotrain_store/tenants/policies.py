@@ -6,15 +6,14 @@ counted until its last file is deleted.
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
 from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
-from cotrain_store.messages.runs import HISTORY_POINTS, LoraSpec, PoolRecord, RunRecord
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
@@ -28,30 +27,6 @@ STATES_KEPT = RECOVERY_COPIES + 1
 LEAST_QUOTA = 200_000_000_000
 #: Number of runs that the default quota allows at the largest rank on the largest base model served.
 LARGEST_RUNS = 8
-_Limits = TypeVar("_Limits")
-LimitsOf: TypeAlias = Callable[[TenantId], Awaitable[_Limits]]
-"""Function that returns the current limits of a tenant."""
-
-
-@dataclass(frozen=True)
-class TenantLimits:
-    """Limits of one tenant on pending work in one pool, and on live runs and records."""
-
-    ops: int = 512
-    tokens: int = 8_000_000
-    bytes: int = 1_000_000_000
-    runs: int = 1_000
-    unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
-    samplers: int = 10_000  # number of samplers in all pools, including those of pending saves
-    sampler_bytes: int = 100_000_000_000
-    """Bytes of weights of saves without a name. Above the limit, idle samplers are evicted for new ones."""
-    run_bytes: int = 0  # bytes that live runs hold; 0 for `default_quota`
-    record_bytes: int = 200_000_000
-    """Bytes of records of sessions and runs, which are kept permanently."""
-    history_points: int = HISTORY_POINTS
-    """Points in the histories of all runs, in all pools. Above the limit, the least recently
-    extended histories are deleted.
-    """
 
 
 @dataclass(frozen=True)
