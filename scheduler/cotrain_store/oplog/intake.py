@@ -57,21 +57,21 @@ class Submission:
     tenant: TenantId
     session: SessionId
     created_at: float  # creation time of the run
-    record: str | None  # record of the run, for the op that creates it
-    seq: int | None  # seq of the client; None for an unnumbered op
-    idempotency_key: str | None
-    op: SubmittedOp
-    save: SubmittedOp | None  # next op, accepted together with this one or not at all
-    tokens: int
-    uses: tuple[WeightsRef, ...]
-    """Weights that the op needs. They must be stored, except those of a fork."""
-    sampler: SamplerId | None
-    now_ms: int
     pool_tag: str
+    seq: int | None  # seq of the client; None for an unnumbered op
+    op: SubmittedOp
+    tokens: int
+    now_ms: int
     limits: Quotas
     max_unread_bytes: int
+    record: str | None = None  # record of the run, for the op that creates it
     weighs: RunWeight | None = None
     """Weight of the run, for the op that creates it; None if it is unknown."""
+    idempotency_key: str | None = None
+    save: SubmittedOp | None = None  # next op, accepted together with this one or not at all
+    uses: tuple[WeightsRef, ...] = ()
+    """Weights that the op needs. They must be stored, except those of a fork."""
+    sampler: SamplerId | None = None
     forks: bool = False
     """True for an op that creates a run from weights that may be in the memory of one worker only."""
     max_seq_gap: int = MAX_SEQ_GAP
@@ -123,7 +123,7 @@ class Intake:
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
-        return await self._accept(run, 0, kind, body, 0, digest, record=encode(run), uses=uses, save=save)
+        return await self.submit(run, 0, kind, body, 0, digest, record=encode(run), uses=uses, save=save)
 
     async def submit(
         self,
@@ -137,13 +137,16 @@ class Intake:
         uses: Sequence[WeightsRef] = (),
         idempotency_key: str | None = None,
         sampler: SamplerId | None = None,
+        record: str | None = None,
+        save: bytes | None = None,
     ) -> RequestId:
         """Accept one op; it is durable when this returns. `digest` identifies the client's request.
 
         An op without a `seq` is unnumbered: it runs after all ops accepted so far, and before those
         that the client sends later. Two ops with the same `idempotency_key` are one. The weights in
         `uses` are kept while the log needs the op; a repeat does not check that they still exist. A
-        save creates `sampler` when it runs, but the sampler counts towards the quota from now on.
+        save creates `sampler` when it runs, but the sampler counts towards the quota from now on. Only `create_run`
+        gives a `record` and a `save`.
 
         Raises:
             SeqConflict: this seq, or key, was used with other content.
@@ -153,10 +156,35 @@ class Intake:
             QUEUE_FULL, UNREAD_QUOTA_REACHED, SAMPLER_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED,
             CONNECTION_LOST: the request is valid; retry later.
         """
-        return await self._accept(
-            run, seq, kind, body, tokens, digest, uses=uses,
-            idempotency_key=idempotency_key, sampler=sampler,
-        )  # fmt: skip
+        structlog.contextvars.bind_contextvars(run=run.id, seq=seq)
+        await self._capacity.check()
+        quotas = await self._quotas_of(run.tenant)
+        weighs = await self._weigh(run, quotas.run_bytes) if record else None
+        now = time.time()
+        with self._capacity.storing() as store:
+            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
+            asked = self._submission(
+                run, seq, SubmittedOp(digest, len(body)), tokens, now, quotas, record=record, weighs=weighs,
+                idempotency_key=idempotency_key or None, save=along, uses=tuple(uses), sampler=sampler,
+            )  # fmt: skip
+            answer, at = b"ROOM", list[int]()
+            if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
+                answer, *at = await self._run_submit(asked, b"", save or b"")
+            if answer == b"ROOM":
+                op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
+                failpoint("api.before_submit", run.id)
+                answer, *at = await self._run_submit(replace(asked, op=op), body, save or b"")
+                failpoint("api.after_submit", run.id)
+        refused = refusal(answer.decode(), at, asked)
+        if refused:
+            raise refused
+        request = request_id(run.id, at[0])
+        if answer == b"DUP":
+            metrics.REQUESTS_DUPLICATE.inc()
+        else:
+            metrics.REQUESTS_ACCEPTED.labels(kind).inc()
+        log.debug("request_accepted", request=request, kind=kind.value, tokens=tokens, again=answer == b"DUP")
+        return request
 
     async def repeated(self, run: RunRecord, seq: int, digest: str) -> RequestId | None:
         """Return the request accepted for this seq with this content, or None.
@@ -188,53 +216,14 @@ class Intake:
             raise RunNotFound
         return request
 
-    async def _accept(
-        self,
-        run: RunRecord,
-        seq: int | None,
-        kind: OpKind,
-        body: bytes,
-        tokens: int,
-        digest: str,
-        *,
-        uses: Sequence[WeightsRef],
-        record: str | None = None,
-        idempotency_key: str | None = None,
-        save: bytes | None = None,
-        sampler: SamplerId | None = None,
-    ) -> RequestId:
-        structlog.contextvars.bind_contextvars(run=run.id, seq=seq)
-        await self._capacity.check()
-        quotas = await self._quotas_of(run.tenant)
-        weighs = await self._weigh(run, quotas.run_bytes) if record else None
-        now = time.time()
-        with self._capacity.storing() as store:
-            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
-            asked = Submission(
-                run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at, record=record, seq=seq,
-                idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
-                tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
-                pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
-                limits=quotas, max_unread_bytes=self._capacity.unread_bytes(quotas.unread_bytes),
-            )  # fmt: skip
-            answer, at = b"ROOM", list[int]()
-            if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
-                answer, *at = await self._run_submit(asked, b"", save or b"")
-            if answer == b"ROOM":
-                op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
-                failpoint("api.before_submit", run.id)
-                answer, *at = await self._run_submit(replace(asked, op=op), body, save or b"")
-                failpoint("api.after_submit", run.id)
-        refused = refusal(answer.decode(), at, asked)
-        if refused:
-            raise refused
-        request = request_id(run.id, at[0])
-        if answer == b"DUP":
-            metrics.REQUESTS_DUPLICATE.inc()
-        else:
-            metrics.REQUESTS_ACCEPTED.labels(kind).inc()
-        log.debug("request_accepted", request=request, kind=kind.value, tokens=tokens, again=answer == b"DUP")
-        return request
+    def _submission(
+        self, run: RunRecord, seq: int | None, op: SubmittedOp, tokens: int, now: float, quotas: Quotas, **more: Any
+    ) -> Submission:
+        return Submission(
+            run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at,
+            pool_tag=redis_keys.hash_tag(run.pool), seq=seq, op=op, tokens=tokens, now_ms=int(now * 1000),
+            limits=quotas, max_unread_bytes=self._capacity.unread_bytes(quotas.unread_bytes), **more,
+        )  # fmt: skip
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
         rows = await self._redis.hvals(redis_keys.pools())

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Refused
 from cotrain_store.failpoints import failpoint
@@ -21,8 +20,6 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
 from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submitted_op
-from cotrain_store.tenants.policies import RunWeight
-from cotrain_store.tenants.quotas import Quotas
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,17 @@ class JointIntake(Intake):
         """
         await self._capacity.check()
         quotas = await self._quotas_of(tenant)
-        unread_bytes = self._capacity.unread_bytes(quotas.unread_bytes)
         now = time.time()
         copies = Counter(op.body for op in ops)
         weighs = [await self._weigh(op.run, quotas.run_bytes) if op.forked else None for op in ops]
-        asked = [_submission(op, quotas, unread_bytes, now, w) for op, w in zip(ops, weighs, strict=True)]
+        asked = [
+            self._submission(
+                op.run, op.seq, SubmittedOp(op.digest, len(op.body)), op.tokens, now, quotas,
+                record=encode(op.run) if op.forked else None, uses=(op.forked,) if op.forked else (),
+                forks=bool(op.forked), weighs=weight,
+            )
+            for op, weight in zip(ops, weighs, strict=True)
+        ]  # fmt: skip
         if any(len(body) * count > INLINE_LIMIT_BYTES for body, count in copies.items()):
             await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
@@ -97,15 +100,3 @@ class JointIntake(Intake):
             elif answer == b"DUP":
                 metrics.REQUESTS_DUPLICATE.inc()
         return accepted
-
-
-def _submission(op: JointOp, quotas: Quotas, unread_bytes: int, now: float, weighs: RunWeight | None) -> Submission:
-    """Return the argument that only checks if the op would be accepted."""
-    run = op.run
-    return Submission(
-        run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at, seq=op.seq,
-        record=encode(run) if op.forked else None, forks=bool(op.forked), weighs=weighs,
-        idempotency_key=None, op=SubmittedOp(op.digest, len(op.body)), save=None,
-        tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),
-        pool_tag=redis_keys.hash_tag(run.pool), limits=quotas, max_unread_bytes=unread_bytes,
-    )  # fmt: skip

@@ -163,15 +163,9 @@ class Futures(ChannelSubscriber):
             return Pending()
         if value is None:
             return await self._pending(tenant, pool, request)
-        self._note_sent(tenant, request, pool, key_id)
-        try:
-            return await self._whole(value)
-        except SpoolCorrupt as missing:
-            raise RequestNotFound("The result has expired.") from missing
-
-    def _note_sent(self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, key_id: str | None) -> None:
         if key_id is not None:
-            self._deliveries.sent(tenant, request, origin, time.monotonic(), key_id)
+            self._deliveries.sent(tenant, request, pool, time.monotonic(), key_id)
+        return await self._whole(value, RequestNotFound("The result has expired."))
 
     async def _sample_outcome(
         self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float, key_id: str | None
@@ -184,11 +178,9 @@ class Futures(ChannelSubscriber):
         value = value or await self._redis.get(redis_keys.result(request))
         if value is None:
             raise SampleExpired
-        self._note_sent(tenant, request, name, key_id)
-        try:
-            return await self._whole(value)
-        except SpoolCorrupt as missing:
-            raise SampleExpired from missing
+        if key_id is not None:
+            self._deliveries.sent(tenant, request, name, time.monotonic(), key_id)
+        return await self._whole(value, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Return True if a sample request is done; raises SampleExpired for one that may be requested again."""
@@ -309,10 +301,13 @@ class Futures(ChannelSubscriber):
             return False
         return await self._redis.get(redis_keys.result(request)) is None
 
-    async def _whole(self, value: bytes) -> Result:
-        """Return a result with its payload; raises SpoolCorrupt if that is missing."""
+    async def _whole(self, value: bytes, expired: RequestNotFound) -> Result:
+        """Return a result with its payload; raises `expired` if that is missing."""
         result = Result.decode(value)
-        return await asyncio.to_thread(whole_result, result, self._spool) if is_spooled(result) else result
+        try:
+            return await asyncio.to_thread(whole_result, result, self._spool) if is_spooled(result) else result
+        except SpoolCorrupt as missing:
+            raise expired from missing
 
     async def _receive(self, message: bytes | None) -> None:
         """Resolve the requests in the message, or all after a (re)subscription."""

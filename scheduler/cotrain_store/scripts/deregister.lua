@@ -2,7 +2,7 @@
 -- for it wait for any worker. Idempotent.
 -- Fenced by the scheduler's epoch. A worker whose process ends (`leaves`) calls it itself, fenced by its own epoch.
 -- Returns OUTDATED if anything is open, unstored or claimed on the worker.
--- needs: fence
+-- needs: fence, pool_leave
 local prefix, worker = args.prefix, args.worker
 
 if redis.call('GET', prefix .. 'epoch:' .. worker) ~= args.seen_epoch
@@ -12,17 +12,5 @@ if redis.call('GET', prefix .. 'epoch:' .. worker) ~= args.seen_epoch
     prefix .. 'claimed:' .. worker) > 0 then
   return 'OUTDATED'
 end
-redis.call('SREM', prefix .. 'workers', worker)
-for _, tenant in ipairs(redis.call('SMEMBERS', prefix .. 'tenants')) do
-  local waiting = prefix .. 'waiting:' .. worker .. ':' .. tenant
-  local request = redis.call('RPOP', waiting)
-  while request do
-    redis.call('HSET', 'cotrain:sample:' .. request, 'lane', args.any_worker)
-    redis.call('LPUSH', prefix .. 'waiting:' .. args.any_worker .. ':' .. tenant, request)
-    request = redis.call('RPOP', waiting)
-  end
-end
-local drops = prefix .. 'drops:' .. args.successor
-redis.call('SUNIONSTORE', drops, drops, prefix .. 'drops:' .. worker)
-redis.call('DEL', prefix .. 'drops:' .. worker)
+leave_pool(prefix, worker, args.successor, args.any_worker)
 return 'OK'
