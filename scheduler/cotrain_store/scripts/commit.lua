@@ -1,7 +1,7 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: fence, minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind, spool_refs
+-- needs: fence, counts, idle_tenant, unread, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind, spool_refs
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local record, RESULTS = ARGV[2], 2
@@ -198,9 +198,7 @@ for _, part in ipairs(redis.call('HKEYS', prefix .. 'deaths')) do
     redis.call('HDEL', prefix .. 'deaths', part)
   end
 end
-for name, value in pairs(args.counted) do
-  redis.call('HINCRBYFLOAT', prefix .. 'counters', name, value)
-end
+add_counters(prefix, args.counted)
 add_minute(args.minute, args.minute_counts, args.minute_ttl_s)
 for usage, fields in pairs(args.used) do
   for field, amount in pairs(fields) do

@@ -1,6 +1,6 @@
 -- sample_resolve: store the results of sample requests. The first result of each is kept. Idempotent.
 -- Fenced by the worker's epoch.
--- needs: fence, minute_add, failure_add, unread, usage_add, sample_finish, swept
+-- needs: fence, counts, unread, sample_finish, swept
 -- The results follow `args`, in the order of `args.requests`.
 local RESULTS = 1
 
@@ -29,9 +29,7 @@ for i, ended in ipairs(args.requests) do
   end
 end
 if #resolved > 0 then -- a repeat is not counted
-  for name, value in pairs(args.counted) do
-    redis.call('HINCRBYFLOAT', args.prefix .. 'counters', name, value)
-  end
+  add_counters(args.prefix, args.counted)
   redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 end
 return 'OK'

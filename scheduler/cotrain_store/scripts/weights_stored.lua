@@ -2,7 +2,7 @@
 -- This publishes the result of a named save. It also publishes its checkpoint, unless a later save of the same name
 -- was stored first. The weights of a save without a name count as its sampler's.
 -- Fenced by the worker's epoch. The first digest is kept.
--- needs: fence, weights_release, checkpoint_index, save_end, samplers, usage_add, webhook_event
+-- needs: fence, weights_release, checkpoint_index, save_end, samplers, counts, webhook_event
 -- `args.checkpoint` and its result are the unpublished ones of the save, with the size filled in.
 local prefix, ref, size, result = args.prefix, args.ref, args.size, ARGV[2]
 local weights = 'cotrain:weights:' .. ref
