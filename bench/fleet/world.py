@@ -36,7 +36,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import open_batching_connection, open_connection, open_sync_connection
 from cotrain_store.settings import SchedulerSettings
-from cotrain_store.tenants.policies import TenantLimits
+from cotrain_store.tenants.quotas import Quotas
 from tests.support.limits import always
 
 POOL = PoolRecord(
@@ -161,7 +161,7 @@ class World:
         self._redis_stat = Path(f"/proc/{redis_pid}/schedstat")
         self._connection = open_batching_connection(redis_url)
         self._sync = open_sync_connection(redis_url)
-        limits = always(TenantLimits(ops=100_000, record_bytes=10**12))
+        limits = always(Quotas(ops=100_000, record_bytes=10**12))
         self._intake = Intake(self._connection, spool, limits)
         intake.time = SimpleNamespace(time=lambda: self.now)  # type: ignore[assignment,attr-defined]  # virtual time
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -3,7 +3,6 @@
 Each process reads them once at start and passes them on. No torch is imported, because the supervisor reads their names.
 """
 
-import os
 import re
 from enum import StrEnum
 from hashlib import sha256
@@ -11,9 +10,7 @@ from pathlib import Path  # pydantic reads the annotation at run time
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-from typing_extensions import override
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cotrain_store.blobs.opening import check_url, open_blobs
 from cotrain_store.blobs.protocol import ORPHAN_AGE_S, Blobs
@@ -32,20 +29,9 @@ LogLevel = Annotated[
 class StoreSettings(BaseSettings):
     """Settings that every process reads. Every field is a `COTRAIN_*` variable."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    @override
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of settings: arguments, then the environment. There is no settings file."""
-        return init_settings, _Variables(settings_cls)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=PREFIX, enable_decoding=False,  # the validators of a field read its text
+    )  # fmt: skip
 
     redis_url: str
     """`unix:///path/redis.sock` or `redis://user:password@host:port/0`. `redis_client/address.py` describes the
@@ -112,23 +98,6 @@ def with_password_of(url: str, file: Path) -> str:
     if not password:
         raise ValueError(f"redis_password_file: {file} is empty.")
     return with_password(url, password)
-
-
-class _Variables(PydanticBaseSettingsSource):
-    """Settings source for the `COTRAIN_*` variables, each a text that its field's validators read.
-
-    The sources of pydantic-settings check for every field whether its text is JSON. Without these checks, settings
-    load in a quarter of the time.
-    """
-
-    @override
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return os.environ.get(f"{PREFIX}{field_name.upper()}"), field_name, False
-
-    @override
-    def __call__(self) -> dict[str, Any]:
-        read = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
-        return {name: text for name, text in read.items() if text is not None}
 
 
 class ClockMode(StrEnum):

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, cast
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, parse_sample
 from cotrain_store.messages.ops import RunUsage, SampleUsage
-from cotrain_store.redis_client.connection import Connection
+from cotrain_store.redis_client.connection import Connection, replies
 
 What: TypeAlias = Literal[
     "training_tokens", "device_s", "prefill_tokens", "cached_tokens", "sampled_tokens", "checkpoints"
@@ -41,11 +41,9 @@ class Usage:
     async def rows(self, tenant: TenantId, start: datetime, end: datetime) -> list[UsageRow]:
         """Return the usage of the hours from `start` until before `end`, both whole hours."""
         hours = [start + HOUR * number for number in range((end - start) // HOUR)]
-        pipeline = self._redis.pipeline(transaction=False)
-        for hour in hours:
-            pipeline.hgetall(redis_keys.usage(tenant, int(hour.timestamp())))
-        found = zip(hours, await pipeline.execute(), strict=True)
-        return [_row(hour, *item) for hour, fields in found for item in fields.items()]
+        keys = (redis_keys.usage(tenant, int(hour.timestamp())) for hour in hours)
+        rows = await replies(self._redis, (("HGETALL", key) for key in keys))
+        return [_row(hour, *item) for hour, row in zip(hours, rows, strict=True) for item in row.items()]
 
 
 def _row(hour: datetime, field: bytes, amount: bytes) -> UsageRow:

@@ -26,7 +26,7 @@ from cotrain_store.messages.runs import (
     weights_record,
 )
 from cotrain_store.redis_client.connection import Connection, SyncConnection
-from cotrain_store.redis_client.scripts import async_script, sync_script
+from cotrain_store.redis_client.scripts import async_script, sync_script, worker_args
 from cotrain_store.usage import usage_field, usage_hour
 
 
@@ -43,7 +43,7 @@ class Checkpoints:
     async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
         """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them."""
         args = {"tenant": tenant, "member": redis_keys.checkpoint_member(run, kind, name)}
-        if await self._delete([redis_keys.checkpoint(run, kind, name)], args) == b"GONE":
+        if await self._delete(args) == b"GONE":
             raise CheckpointNotFound
 
     async def publish(
@@ -81,18 +81,12 @@ class Checkpoints:
             source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
             expires_at=_expiry(ttl_seconds), public=False,
         )  # fmt: skip
-        script_keys = [
-            redis_keys.checkpoint(source.run, source.kind, source.name),
-            redis_keys.run(destination.id), redis_keys.session_runs(destination.session),
-            redis_keys.training_runs(destination.tenant),
-            redis_keys.checkpoint(copy.run, copy.kind, copy.name),
-            redis_keys.all_training_runs(),
-        ]  # fmt: skip
         args = {
-            "run": destination.id, "record": encode(destination), "checkpoint": encode(copy),
+            "source": redis_keys.checkpoint_member(source.run, source.kind, source.name), "checkpoint": encode(copy),
+            "run": destination.id, "session": destination.session, "record": encode(destination),
             "reader": reader or destination.tenant, "created_at": destination.created_at,
         }  # fmt: skip
-        answer = await self._copy(script_keys, args)
+        answer = await self._copy(args)
         if answer == b"GONE":
             raise CheckpointNotFound
         made = None if answer == b"CONFLICT" else _record(answer)
@@ -102,8 +96,7 @@ class Checkpoints:
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
-        script_keys = [redis_keys.checkpoint_sizes(tenant), redis_keys.unstored_checkpoints(tenant)]
-        count, size = await self._totals(script_keys, {"tenant": tenant})
+        count, size = await self._totals({"tenant": tenant})
         return count, size
 
     async def strike_expired(self, tenant: TenantId) -> None:
@@ -120,7 +113,7 @@ class Checkpoints:
                 raise CheckpointNotFound
             changed = change(record)
             args = {"before": before.decode(), "after": encode(changed)}
-            if await self._replace([key], args) == b"OK":
+            if await self._replace(args) == b"OK":
                 return changed
 
 
@@ -182,9 +175,8 @@ class SavedWeights:
         self._redis = connection
         self._pool = pool
         self._worker = worker
-        self._epoch = epoch
+        self._own = worker_args(pool, worker, epoch)
         self._cursor = 0
-        self._epoch_key = redis_keys.worker_epoch(pool, worker)
         self._stored = sync_script(connection, "weights_stored")
         self._lost = sync_script(connection, "weights_lost")
         self._list_unused = sync_script(connection, "weights_unused")
@@ -210,25 +202,18 @@ class SavedWeights:
         its last op. Return False if the weights do not exist: deleted, lost, or rejected because the name
         was in use. The first digest is kept.
         """
-        pool, now = self._pool, time.time()
+        now = time.time()
         checkpoint, result = self._kept_back(ref, size)
         tenant = checkpoint.tenant if checkpoint else TenantId("")
-        script_keys = [
-            self._epoch_key, redis_keys.weights(ref), redis_keys.weights_users(ref),
-            redis_keys.content(pool, digest),
-            redis_keys.unstored_weights(pool, self._worker),
-            redis_keys.optimizer_content(pool, optimizer_digest), redis_keys.notify_results(),
-            redis_keys.usage(tenant, usage_hour(now)),
-        ]  # fmt: skip
         args = {
-            "epoch": str(self._epoch), "ref": ref, "digest": digest, "size": size,
-            "optimizer": optimizer_digest, "prefix": redis_keys.prefix(pool),
+            **self._own, "ref": ref, "digest": digest, "size": size, "optimizer": optimizer_digest,
             "checkpoint": encode(checkpoint) if checkpoint else "",
             "closing": UNLOADED.encode().decode(),
+            "usage": redis_keys.usage(tenant, usage_hour(now)),
             "used": usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
             "usage_ttl_s": redis_keys.USAGE_TTL_S,
         }  # fmt: skip
-        return bool(self._stored(script_keys, args, result) == b"OK")
+        return bool(self._stored(args, result) == b"OK")
 
     def _kept_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
         """Return the unpublished checkpoint and result of a named save, with its size filled in.
@@ -249,19 +234,12 @@ class SavedWeights:
 
         Its name becomes available. Stored weights, and those of a sampler, are not affected.
         """
-        pool = self._pool
-        script_keys = [
-            self._epoch_key, redis_keys.weights(ref), redis_keys.notify_results(),
-            redis_keys.unstored_weights(pool, self._worker), redis_keys.pool_weights(pool),
-            redis_keys.external_folders(pool), redis_keys.weights_users(ref),
-        ]  # fmt: skip
         args = {
-            "epoch": str(self._epoch), "ref": ref, "prefix": redis_keys.prefix(pool),
-            "result": Result.failed(message, "server").encode().decode(),
+            **self._own, "ref": ref, "result": Result.failed(message, "server").encode().decode(),
             "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS, "closing": UNLOADED.encode().decode(),
             "folder": external_folder(ref),
         }  # fmt: skip
-        self._lost(script_keys, args)
+        self._lost(args)
 
     def unused_weights(self) -> list[WeightsRecord]:
         """Return stored weights of this pool without a reference from a checkpoint, live sampler or load.
@@ -274,8 +252,7 @@ class SavedWeights:
         refs = [ref.decode() for ref in some]
         for _ in range(LOOKS):
             looked, *unused = self._list_unused(
-                [redis_keys.released_weights(self._pool)],
-                {"refs": refs, "most": WEIGHTS_AT_ONCE, "again_ms": LOOK_AGAIN_MS},
+                {**self._own, "refs": refs, "most": WEIGHTS_AT_ONCE, "again_ms": LOOK_AGAIN_MS}
             )
             rows |= {row[0]: row for row in unused}
             refs = []
@@ -289,16 +266,7 @@ class SavedWeights:
         Their folder may then be removed, but not immediately: another worker may have found it and be about
         to call `stored`.
         """
-        pool = self._pool
-        script_keys = [
-            self._epoch_key, redis_keys.weights(ref), redis_keys.weights_users(ref),
-            redis_keys.pool_weights(pool), redis_keys.external_folders(pool),
-        ]  # fmt: skip
-        args = {
-            "epoch": str(self._epoch), "prefix": redis_keys.prefix(pool), "ref": ref,
-            "folder": external_folder(ref),
-        }  # fmt: skip
-        return bool(self._forget(script_keys, args) == b"LAST")
+        return bool(self._forget({**self._own, "ref": ref, "folder": external_folder(ref)}) == b"LAST")
 
     def sweep_lease(self) -> SweepLease:
         """Return the lease to sweep this pool's files."""

@@ -22,7 +22,6 @@ from cotrain.wire.admin import (
     TenantList,
     TenantRow,
 )
-from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.views.usage import last_day, total_of
 from cotrain_store import redis_keys
@@ -35,7 +34,8 @@ from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
+from cotrain_store.tenants.policies import default_quota, read_pauses, read_policy
+from cotrain_store.tenants.quotas import Quotas
 from cotrain_store.usage import UsageRow
 
 DAYS_SHOWN = 14
@@ -96,8 +96,7 @@ async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
 
 
 async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[TenantRow]:
-    weights = await read_weights(services.connection)
-    pauses = await read_pauses(services.connection)
+    policy = await read_policy(services.connection)
     failures = await recent_failures(services.connection, time.time())
     pools = await services.records.pools()
     pipeline = services.connection.pipeline(transaction=False)
@@ -112,13 +111,13 @@ async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[Tenan
     rows = []
     for at, (tenant, name) in enumerate(names.items()):
         runs, size_bytes, *queued = answers[at * size : (at + 1) * size]
-        paused = pauses.tenants.get(tenant)
+        paused = policy.pauses.tenants.get(tenant)
         wrong = failures.get(tenant)
         rows.append(
             TenantRow(
                 id=tenant,
                 name=name,
-                weight=weights.get(tenant, WEIGHT),
+                weight=policy.weights.get(tenant, WEIGHT),
                 paused=_pause(paused) if paused else None,
                 runs=runs,
                 run_bytes=int(size_bytes or 0),

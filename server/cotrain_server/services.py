@@ -14,7 +14,6 @@ import structlog
 
 from cotrain_server.limits import MAX_UPLOADS, FailureCounter, TenantSlots, TenantUse, body_memory, tenant_requests
 from cotrain_server.parser import Parser
-from cotrain_server.quotas import OwnQuotas, Quotas
 from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
@@ -31,6 +30,7 @@ from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
+from cotrain_store.tenants.quotas import OwnQuotas
 from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.usage import Usage
@@ -128,7 +128,7 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
         reserve_bytes = settings.disk_reserve_bytes
         policies = Policies(connection)
         quotas = OwnQuotas(policies, settings.quotas)
-        records = Records(connection, quotas.limits_of(Quotas.record_limits), settings.base_models)
+        records = Records(connection, quotas.of, settings.base_models)
         checkpoints = Checkpoints(connection)
         async with (
             Futures(connection, spool, settings.gap_limit_s) as futures,
@@ -146,8 +146,8 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
                 quotas=quotas,
                 records=records,
                 checkpoints=checkpoints,
-                intake=JointIntake(connection, spool, quotas.limits_of(Quotas.tenant_limits), reserve_bytes),
-                sample_intake=SampleIntake(connection, spool, quotas.limits_of(Quotas.sample_limits), reserve_bytes),
+                intake=JointIntake(connection, spool, quotas.of, reserve_bytes),
+                sample_intake=SampleIntake(connection, spool, quotas.of, reserve_bytes),
                 futures=futures,
                 completions=completions,
                 token_stream=token_stream,

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 
-from cotrain_server.quotas import Quotas
 from cotrain_store.settings import StoreSettings
 from cotrain_store.tenants.api_keys import MIN_CHARACTERS, ChosenKey, read_chosen_keys
+from cotrain_store.tenants.quotas import Quotas
 
 #: File name in the data folder, where `cotrain top` reads it.
 ADMIN_KEY_FILE = "admin-key"

@@ -16,10 +16,6 @@ FOLDERS = ("client", "scheduler", "server", "workers")
 WORKERS = "workers/cotrain_workers"
 STORE = "scheduler/cotrain_store"
 SCHEDULER = "scheduler/cotrain_scheduler"
-FENCED_BY_WORKER = (
-    "commit", "snapshot", "forget", "sample_claim", "sample_requeue", "sample_resolve",
-    "weights_stored", "weights_lost", "weights_forget",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,7 @@ class Mutant:
         return [str(root / folder) for folder in FOLDERS]
 
 
-def _without_fence(script: str) -> Edit:
-    fence = "if redis.call('GET', epoch_key) ~= epoch then"
-    return Edit(f"{STORE}/scripts/{script}.lua", fence, "if false then")
-
+_PUBLISH = "redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\\n'))\n"
 
 MUTANTS = {
     "no replay": Mutant(
@@ -105,7 +98,9 @@ MUTANTS = {
     ),
     "no fencing": Mutant(
         [
-            *(_without_fence(script) for script in FENCED_BY_WORKER),
+            Edit(
+                f"{STORE}/scripts/lib/fence.lua", "if redis.call('GET', args.fence) ~= args.epoch then", "if false then"
+            ),
             Edit(f"{STORE}/oplog/execution.py", "int(current) != self.epoch", "int(current) < 0"),
         ],
         "a place is taken",
@@ -113,7 +108,7 @@ MUTANTS = {
     "lost wake-up": Mutant(
         [
             Edit(f"{STORE}/results/futures.py", "        await self._resolve(list(self._waiters))\n", ""),
-            Edit(f"{STORE}/scripts/commit.lua", "redis.call('PUBLISH', notify, table.concat(resolved, '\\n'))\n", ""),
+            Edit(f"{STORE}/scripts/commit.lua", _PUBLISH, ""),
         ],
         "no client asks twice",
     ),
@@ -168,7 +163,7 @@ MUTANTS = {
                 "            import asyncio\n\n"
                 "            async def later() -> None:\n"
                 "                await asyncio.sleep(0.1)\n"
-                "                await self._submit(submission_keys(run), asked, inline, inline_save)\n\n"
+                "                await self._submit(asked, inline, inline_save)\n\n"
                 "            asyncio.get_running_loop().create_task(later())\n"
                 "            return [b'NEW', asked.seq]\n"
                 "        answer: list[Any] = await self._submit(",
@@ -211,7 +206,7 @@ MUTANTS = {
     ),
     "lost change notification": Mutant(
         [
-            Edit(f"{STORE}/scripts/submit.lua", "note_change('cotrain:' .. args.pool_tag, run)\n", ""),
+            Edit(f"{STORE}/scripts/submit.lua", "  note_change(prefix, run)\n", ""),
             Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
         ],
         "no client asks twice",

@@ -90,7 +90,7 @@ async def test_every_quota_can_be_set_and_an_invalid_one_is_named(api: Api) -> N
     shown = await ask(api, "PATCH", f"tenants/{tenant}", {"limits": own, "weight": 2.5})
     assert {each["name"]: each["limit"] for each in shown["quotas"]} == own
     assert shown["weight"] == 2.5
-    assert (await api.services.quotas.of(tenant)).tenant_limits().history_points == 7  # type: ignore[arg-type]
+    assert (await api.services.quotas.of(tenant)).history_points == 7  # type: ignore[arg-type]
     for body, says in (
         ({"limits": {"ops": 0}}, "limits.ops: Input should be greater than or equal to 1"),
         ({"limits": {"ops": 10**16}}, f"limits.ops: Input should be less than or equal to {10**15}"),

@@ -18,7 +18,7 @@ from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.oplog.joint_intake import JointIntake, JointOp
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.tenants.policies import TenantLimits
+from cotrain_store.tenants.quotas import Quotas
 from tests.support.limits import always
 from tests.support.log import Log, open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
@@ -161,14 +161,14 @@ async def test_a_seq_far_ahead_is_rejected_and_leaves_nothing(log: Log) -> None:
 @pytest.mark.parametrize(
     ("limits", "body"),
     [
-        (TenantLimits(ops=2), b"x"),
-        (TenantLimits(tokens=13), b"x"),
-        (TenantLimits(bytes=200), b"x" * 200),
-        (TenantLimits(bytes=200), LARGE),
+        (Quotas(ops=2), b"x"),
+        (Quotas(tokens=13), b"x"),
+        (Quotas(bytes=200), b"x" * 200),
+        (Quotas(bytes=200), LARGE),
     ],
 )
 async def test_a_full_queue_rejects_without_a_trace_but_accepts_repeats(
-    empty_redis: EmbeddedRedis, tmp_path: Path, limits: TenantLimits, body: bytes
+    empty_redis: EmbeddedRedis, tmp_path: Path, limits: Quotas, body: bytes
 ) -> None:
     async with open_log(empty_redis.url, tmp_path, limits) as log:
         run = await log.new_run()
@@ -190,7 +190,7 @@ async def test_a_full_queue_rejects_without_a_trace_but_accepts_repeats(
 async def test_a_full_queue_accepts_the_request_that_all_others_wait_for(
     empty_redis: EmbeddedRedis, tmp_path: Path, body: bytes
 ) -> None:
-    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=3)) as log:
+    async with open_log(empty_redis.url, tmp_path, Quotas(ops=3)) as log:
         run = await log.new_run()
         await log.run_all()
         for seq in (3, 4, 5):
@@ -212,7 +212,7 @@ async def test_a_full_queue_accepts_the_request_that_all_others_wait_for(
 async def test_a_full_queue_rejects_a_large_request_before_it_is_written(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
+    async with open_log(empty_redis.url, tmp_path, Quotas(ops=2)) as log:
         run = await log.new_run()
         first = await log.submit(run, 1, body=LARGE)
         before = written_bytes(log)
@@ -228,7 +228,7 @@ async def test_a_full_queue_rejects_a_large_request_before_it_is_written(
 
 
 async def test_live_runs_are_limited_per_tenant(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
-    async with open_log(empty_redis.url, tmp_path, TenantLimits(runs=1)) as log:
+    async with open_log(empty_redis.url, tmp_path, Quotas(runs=1)) as log:
         first = await log.new_run("a", "s1")
         before = log.everything()
         with refused(Reason.RUN_QUOTA_REACHED, match=f"1 of 1 runs .*{first.id}.*runs end"):
@@ -243,7 +243,7 @@ async def test_live_runs_are_limited_per_tenant(empty_redis: EmbeddedRedis, tmp_
 async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
+    async with open_log(empty_redis.url, tmp_path, Quotas(ops=2)) as log:
         first = await log.new_run("a", "s1")
         before = log.everything()
         run = record_of("a", "s2")
@@ -266,7 +266,7 @@ async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
 
 
 async def test_the_bytes_of_a_run_and_of_its_save_count_together(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
-    async with open_log(empty_redis.url, tmp_path, TenantLimits(bytes=7)) as log:
+    async with open_log(empty_redis.url, tmp_path, Quotas(bytes=7)) as log:
         with refused(Reason.QUEUE_FULL):
             await log.intake.create_run(record_of("a"), kind=OpKind.LOAD, body=b"load", save=b"save")
         await log.intake.create_run(record_of("a"), kind=OpKind.LOAD, body=b"lo", save=b"save")
@@ -405,8 +405,8 @@ async def runs(log: Log) -> list[RunRecord]:
     return made
 
 
-def intake_of(log: Log, limits: TenantLimits | None = None) -> JointIntake:
-    return JointIntake(log.connection, log.spool, always(limits or TenantLimits()))
+def intake_of(log: Log, limits: Quotas | None = None) -> JointIntake:
+    return JointIntake(log.connection, log.spool, always(limits or Quotas()))
 
 
 def ops_of(runs: list[RunRecord], seq: int = 1) -> list[JointOp]:
@@ -446,7 +446,7 @@ async def test_an_ended_run_does_not_affect_the_others(log: Log, runs: list[RunR
 
 
 async def test_a_full_queue_accepts_a_part_and_the_repeat_the_remainder(log: Log, runs: list[RunRecord]) -> None:
-    intake = intake_of(log, replace(TenantLimits(), ops=5))
+    intake = intake_of(log, Quotas(ops=5))
     with refused(Reason.QUEUE_FULL):
         await intake.submit_together(A, ops_of(runs))
     assert log.queued()[0] == 5

@@ -19,9 +19,9 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake
 from cotrain_store.redis_client.connection import CONNECTION_LOST, repeat, stop_tasks
 from cotrain_store.results.delivery import DeliveryLog
-from cotrain_store.sampling.intake import SampleIntake, SampleLimits
-from cotrain_store.tenants.policies import TenantLimits
-from cotrain_store.tenants.records import RecordLimits, Records
+from cotrain_store.sampling.intake import SampleIntake
+from cotrain_store.tenants.quotas import Quotas
+from cotrain_store.tenants.records import Records
 from tests.support.http_api import ALICE, BOB, OPERATOR, Api, pass_body, running_api
 from tests.support.http_api import POOL as API_POOL
 from tests.support.limits import always
@@ -46,7 +46,7 @@ def second_of(run: RunRecord) -> RunRecord:
 
 
 def limited(log: Log, unread_bytes: int) -> Intake:
-    return Intake(log.connection, log.spool, always(TenantLimits(unread_bytes=unread_bytes)))
+    return Intake(log.connection, log.spool, always(Quotas(unread_bytes=unread_bytes)))
 
 
 async def test_results_count_completely_until_they_are_sent(log: Log) -> None:
@@ -83,14 +83,14 @@ async def test_a_large_request_over_the_quota_is_not_written(samples: Samples) -
     log, run, sampler = samples.log, await samples.log.new_run(), await samples.sampler()
     await log.run_all()
     full = limited(log, unread(log))
-    full_too = SampleIntake(log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log))))
+    full_too = SampleIntake(log.connection, log.spool, always(Quotas(unread_bytes=unread(log))))
     before = log.everything()
     for _ in range(2):
         with refused(Reason.UNREAD_QUOTA_REACHED):
             await full.submit(run, 1, OpKind.FORWARD, LARGE.payload, 7, "d")
         with refused(Reason.UNREAD_QUOTA_REACHED):
             await full_too.submit(sampler, 0, LARGE_BODY)
-    busy = SampleIntake(log.connection, log.spool, always(SampleLimits(bytes=1)))
+    busy = SampleIntake(log.connection, log.spool, always(Quotas(bytes=1)))
     with refused(Reason.SAMPLING_BUSY):
         await busy.submit(sampler, 0, LARGE_BODY)
     assert log.everything() == before
@@ -118,7 +118,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
     samples.resolve(request)
     samples.resolve(request)
     assert unread(log) == len(RESULT.payload)
-    intake = SampleIntake(log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log))))
+    intake = SampleIntake(log.connection, log.spool, always(Quotas(unread_bytes=unread(log))))
     with refused(Reason.UNREAD_QUOTA_REACHED):
         await intake.submit(sampler, 1, BODY)
     async with log.futures() as futures:
@@ -131,7 +131,7 @@ async def test_a_failed_write_of_redis_is_repeated(log: Log) -> None:
     taken: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     lost = iter([True, False])
 
-    async def script(_: Any, args: Any, *stored: bytes | str) -> None:
+    async def script(args: Any, /, *stored: bytes | str) -> None:
         if next(lost):
             raise CONNECTION_LOST[0]
         taken.put_nowait(args)
@@ -165,7 +165,7 @@ async def test_a_write_that_redis_refuses_for_a_while_is_repeated_afterwards(
 
 
 async def test_only_live_sessions_are_counted(log: Log) -> None:
-    records = Records(log.connection, always(RecordLimits(sessions=2)))
+    records = Records(log.connection, always(Quotas(sessions=2)))
     first = await records.create_session(A, session_id=SessionId("first"))
     second = await records.create_session(A)
     with refused(Reason.SESSION_QUOTA_REACHED):
@@ -186,7 +186,7 @@ async def test_only_live_sessions_are_counted(log: Log) -> None:
 
 async def test_samplers_are_counted_while_they_exist(samples: Samples) -> None:
     log = samples.log
-    records = Records(log.connection, always(RecordLimits(samplers=2)))
+    records = Records(log.connection, always(Quotas(samplers=2)))
     used, idle = [await records.create_sampler(sampler_record(number=n)) for n in (0, 1)]
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=2))
@@ -203,14 +203,14 @@ async def test_samplers_are_counted_while_they_exist(samples: Samples) -> None:
 
 async def test_samplers_count_from_the_save_that_requests_them(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
-    intake = Intake(log.connection, log.spool, always(TenantLimits(samplers=1)))
+    intake = Intake(log.connection, log.spool, always(Quotas(samplers=1)))
     sampler, other = (sampler_record(number=number).id for number in (0, 1))
     first = await save_for(intake, run, 1, sampler)
     before = log.everything()
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await save_for(intake, run, 2, other)
     with refused(Reason.SAMPLER_QUOTA_REACHED):
-        await Records(log.connection, always(RecordLimits(samplers=1))).create_sampler(sampler_record())
+        await Records(log.connection, always(Quotas(samplers=1))).create_sampler(sampler_record())
     assert await save_for(intake, run, 1, sampler) == first
     assert log.everything() == before
     log.redis.zadd(redis_keys.tenant_samplers(A), {sampler: 1})
@@ -234,7 +234,7 @@ def let_rest(samples: Samples, sampler: SamplerId, rest_ms: float) -> None:
 
 async def test_unused_samplers_of_unnamed_saves_are_removed_for_new_ones(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
-    intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=50)))
+    intake = Intake(log.connection, log.spool, always(Quotas(sampler_bytes=50)))
     oldest, old, used = [await unnamed(samples, run, seq, 20) for seq in (1, 2, 3)]
     await samples.checkpoint(run, 4, "kept")  # counts as a checkpoint
     with refused(Reason.SAMPLER_QUOTA_REACHED):
@@ -258,7 +258,7 @@ async def test_the_bytes_of_expired_samplers_do_not_count(samples: Samples) -> N
     samples.stored(run, 1, 20)  # a repeat has no effect
     assert int(log.redis.hget(redis_keys.sampler_bytes(A), "bytes")) == 20
     log.redis.zadd(redis_keys.tenant_samplers(A), {sampler: 1})
-    intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=1)))
+    intake = Intake(log.connection, log.spool, always(Quotas(sampler_bytes=1)))
     await save_for(intake, run, 2, SamplerId("s:sample:9"))
     assert log.redis.hgetall(redis_keys.sampler_bytes(A)) == {b"bytes": b"0"}
 

@@ -15,7 +15,8 @@ from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, pool_record
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.tenants.policies import TenantLimits, run_bytes, state_bytes
+from cotrain_store.tenants.policies import run_bytes, state_bytes
+from cotrain_store.tenants.quotas import Quotas
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.limits import always
@@ -44,7 +45,7 @@ def runs_of(tenant: str, count: int) -> list[RunRecord]:
 
 
 def intake_of(log: Log, run_bytes: int = 0) -> Intake:
-    return Intake(log.connection, log.spool, always(TenantLimits(run_bytes=run_bytes)))
+    return Intake(log.connection, log.spool, always(Quotas(run_bytes=run_bytes)))
 
 
 def claimed(log: Log) -> int:

@@ -14,7 +14,8 @@ from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.errors import Reason, SamplerNotFound, SeqConflict
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.intake import SampleLimits, token_limit
+from cotrain_store.sampling.intake import token_limit
+from cotrain_store.tenants.quotas import Quotas
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
@@ -111,7 +112,7 @@ async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(sam
 
 
 async def test_one_request_alone_is_taken_whatever_it_may_come_to(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
-    async with open_samples(empty_redis.url, tmp_path, SampleLimits(tokens=10)) as samples:
+    async with open_samples(empty_redis.url, tmp_path, Quotas(sample_tokens=10)) as samples:
         sampler = await samples.sampler()
         (first,) = await samples.submit(sampler, 0)
         with refused(Reason.SAMPLE_TOKENS_QUEUED, match="sample_tokens"):
@@ -139,14 +140,14 @@ def test_a_request_counts_for_all_that_it_may_come_to(given: dict[str, Any], lon
 @pytest.mark.parametrize(
     ("limits", "body"),
     [
-        (SampleLimits(requests=2), BODY),
-        (SampleLimits(bytes=800), LARGE_BODY),
-        (SampleLimits(tokens=3 * TOKENS - 1), BODY),
-        (SampleLimits(tokens=10_000), replace(LARGE_BODY, num_samples=2_000)),
+        (Quotas(samples=2), BODY),
+        (Quotas(bytes=800), LARGE_BODY),
+        (Quotas(sample_tokens=3 * TOKENS - 1), BODY),
+        (Quotas(sample_tokens=10_000), replace(LARGE_BODY, num_samples=2_000)),
     ],
 )
 async def test_over_the_quota_is_refused_and_leaves_nothing_but_takes_repeats(
-    empty_redis: EmbeddedRedis, tmp_path: Path, limits: SampleLimits, body: Any
+    empty_redis: EmbeddedRedis, tmp_path: Path, limits: Quotas, body: Any
 ) -> None:
     async with open_samples(empty_redis.url, tmp_path, limits) as samples:
         sampler, other = await samples.sampler("a"), await samples.sampler("b")

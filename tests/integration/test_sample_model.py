@@ -34,7 +34,7 @@ from cotrain_store.errors import Fenced, Reason, SeqConflict
 from cotrain_store.messages.ids import CLONE_SIZE, RequestId, TenantId, sample_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord
-from cotrain_store.sampling.intake import SampleLimits
+from cotrain_store.tenants.quotas import Quotas
 from tests.support.draws import examples
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
@@ -138,7 +138,7 @@ class SampleMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
         self.stack = contextlib.AsyncExitStack()
-        limits = SampleLimits(requests=MAX_HELD)
+        limits = Quotas(samples=MAX_HELD)
         opened = open_samples(self.server.url, Path(self.folder.name), limits)
         self.samples: Samples = self.wait(self.stack.enter_async_context(opened))
         self.completions = self.samples.completions()

@@ -22,8 +22,8 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_store.sampling.intake import SampleIntake, SampleLimits
-from cotrain_store.tenants.policies import TenantLimits
+from cotrain_store.sampling.intake import SampleIntake
+from cotrain_store.tenants.quotas import Quotas
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.limits import always
@@ -129,7 +129,7 @@ def spools(log: Log, tmp_path: Path) -> Iterator[tuple[SlowSpool, SlowSpool]]:
 async def test_a_request_with_a_swept_body_is_accepted_only_when_sent_again(
     log: Log, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
-    intake = Intake(log.connection, spools[0], always(TenantLimits()))
+    intake = Intake(log.connection, spools[0], always(Quotas()))
     run = await log.new_run()
     with refused(Reason.BODY_SWEPT):
         await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BYTES, 7, digest="d")
@@ -143,7 +143,7 @@ async def test_a_request_with_a_swept_body_is_accepted_only_when_sent_again(
 async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
     log: Log, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
-    intake = Intake(log.connection, spools[0], always(TenantLimits()))
+    intake = Intake(log.connection, spools[0], always(Quotas()))
     run = record_of("a")
     with refused(Reason.BODY_SWEPT):
         await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
@@ -155,7 +155,7 @@ async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
 async def test_a_sample_request_with_a_swept_body_must_be_sent_again(
     samples: Samples, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
-    intake = SampleIntake(samples.log.connection, spools[0], always(SampleLimits()))
+    intake = SampleIntake(samples.log.connection, spools[0], always(Quotas()))
     sampler = await samples.sampler()
     with refused(Reason.BODY_SWEPT):
         await intake.submit(sampler, 0, LARGE_BODY)

@@ -137,8 +137,8 @@ async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
     samples.claim(2)
     status = await pool_status(samples.log.connection, POOL)
     assert status.queues == (
-        QueueStatus(TenantId("a"), 0, 0, 0, samples_waiting=2, samples_running=1),
-        QueueStatus(TenantId("b"), 0, 0, 0, samples_waiting=0, samples_running=1),
+        QueueStatus(TenantId("a"), 0, 0, 0, samples_waiting=2, samples_running=1, sample_tokens=21),
+        QueueStatus(TenantId("b"), 0, 0, 0, samples_waiting=0, samples_running=1, sample_tokens=7),
     )
 
 

@@ -38,7 +38,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.delivery import DeliveryLog
-from cotrain_store.tenants.policies import TenantLimits
+from cotrain_store.tenants.quotas import Quotas
 from tests.support.draws import examples
 from tests.support.limits import always
 from tests.support.log_model import MANY, RunModel, halves
@@ -65,7 +65,7 @@ class LogMachine(RuleBasedStateMachine):
         self.redis = open_sync_connection(self.server.url)
         self.async_redis = open_connection(self.server.url)
         self.spool = Spool(folder / "spool", new_writer("t"))
-        self.intake = Intake(self.async_redis, self.spool, always(TenantLimits(ops=10_000)))
+        self.intake = Intake(self.async_redis, self.spool, always(Quotas(ops=10_000)))
         self.deliveries = DeliveryLog(self.async_redis)
         self.dispatch = Dispatch(self.async_redis, "scheduler-0")
         assert self.wait(self.dispatch.lead())

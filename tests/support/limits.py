@@ -1,19 +1,15 @@
-"""Limits that are the same for every tenant."""
+"""Quotas that are the same for every tenant."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.tenants.policies import LimitsOf
-
-_Limits = TypeVar("_Limits")
+from cotrain_store.tenants.quotas import Quotas, QuotasOf
 
 
-def always(limits: _Limits) -> LimitsOf[_Limits]:
-    """Return the same limits for every tenant."""
+def always(quotas: Quotas) -> QuotasOf:
+    """Return the same quotas for every tenant."""
 
-    async def limits_of(_: TenantId) -> _Limits:
-        return limits
+    async def quotas_of(_: TenantId) -> Quotas:
+        return quotas
 
-    return limits_of
+    return quotas_of

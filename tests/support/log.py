@@ -20,7 +20,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures
-from cotrain_store.tenants.policies import TenantLimits
+from cotrain_store.tenants.quotas import Quotas
 from tests.support.limits import always
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -146,7 +146,7 @@ class Log:
 
 @contextlib.asynccontextmanager
 async def open_log(
-    redis_url: str, data_dir: Path, limits: TenantLimits | None = None, disk_reserve_bytes: int = 0
+    redis_url: str, data_dir: Path, limits: Quotas | None = None, disk_reserve_bytes: int = 0
 ) -> AsyncIterator[Log]:
     """Open every role of the store on one Redis, with leadership and a claimed worker id."""
     connection, redis = open_connection(redis_url), open_sync_connection(redis_url)
@@ -158,7 +158,7 @@ async def open_log(
         connection=connection,
         spool=spool,
         results=results,
-        intake=Intake(connection, spool, always(limits or TenantLimits()), disk_reserve_bytes),
+        intake=Intake(connection, spool, always(limits or Quotas()), disk_reserve_bytes),
         dispatch=Dispatch(connection, "scheduler"),
         execution=Execution(redis, spool, results, POOL, WORKER),
     )

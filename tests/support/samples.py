@@ -25,7 +25,8 @@ from cotrain_store.messages.runs import (
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.results.delivery import Completions
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.sampling.intake import SampleIntake
+from cotrain_store.tenants.quotas import Quotas
 from cotrain_store.tenants.records import Records
 from cotrain_store.weights import SavedWeights
 from tests.support.limits import always
@@ -184,11 +185,11 @@ class Samples:
 
 @contextlib.asynccontextmanager
 async def open_samples(
-    redis_url: str, data_dir: Path, limits: SampleLimits | None = None, disk_reserve_bytes: int = 0
+    redis_url: str, data_dir: Path, limits: Quotas | None = None, disk_reserve_bytes: int = 0
 ) -> AsyncIterator[Samples]:
     """Open every role of the store on one Redis."""
     async with open_log(redis_url, data_dir) as log:
-        intake = SampleIntake(log.connection, log.spool, always(limits or SampleLimits()), disk_reserve_bytes)
+        intake = SampleIntake(log.connection, log.spool, always(limits or Quotas()), disk_reserve_bytes)
         sampling = SampleClaims(log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch)
         saved = SavedWeights(log.redis, POOL, WORKER, log.execution.epoch)
         yield Samples(log, Records(log.connection), intake, sampling, saved)

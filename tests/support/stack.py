@@ -25,9 +25,9 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
-from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.settings import ClockMode, SchedulerSettings, WorkerSettings, pool_of
-from cotrain_store.tenants.policies import TenantLimits
+from cotrain_store.tenants.quotas import Quotas
 from cotrain_store.tenants.records import Records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import lora_widths
@@ -108,7 +108,7 @@ async def stack(
     data_dir: Path,
     mode: ClockMode = ClockMode.EAGER,
     period_s: float = 10.0,
-    limits: TenantLimits | None = None,
+    limits: Quotas | None = None,
     **scheduling: float,
 ) -> AsyncIterator[Stack]:
     """Run the API's store objects and a scheduler. A worker is started separately (`worker`)."""
@@ -127,7 +127,7 @@ async def stack(
 
 
 @contextlib.asynccontextmanager
-async def accepting(redis_url: str, data_dir: Path, limits: TenantLimits | None = None) -> AsyncIterator[Stack]:
+async def accepting(redis_url: str, data_dir: Path, limits: Quotas | None = None) -> AsyncIterator[Stack]:
     """Open the API's store objects. Other processes do the rest."""
     connection, spool = open_connection(redis_url), Spool(data_dir / "spool", new_writer("api"))
     async with Futures(connection, spool) as futures:
@@ -135,11 +135,11 @@ async def accepting(redis_url: str, data_dir: Path, limits: TenantLimits | None 
             redis_url,
             data_dir,
             connection,
-            JointIntake(connection, spool, always(limits or TenantLimits())),
+            JointIntake(connection, spool, always(limits or Quotas())),
             futures,
             Dispatch(connection, new_writer("scheduler")),
             Records(connection),
-            SampleIntake(connection, spool, always(SampleLimits())),
+            SampleIntake(connection, spool, always(Quotas())),
         )
     spool.close()
     await connection.aclose()

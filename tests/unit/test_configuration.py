@@ -11,9 +11,9 @@ import pytest
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from cotrain_server.quotas import Quotas
 from cotrain_server.settings import ServerSettings
 from cotrain_store.settings import PREFIX, SchedulerSettings, StoreSettings, WorkerSettings
+from cotrain_store.tenants.quotas import Quotas
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1024**2, "GiB": 1024**3}

@@ -124,8 +124,6 @@ def encode_sample(body: SampleBody) -> bytes:
     """Return a body as bytes. Equal bodies give equal bytes."""
     settings = asdict(replace(body, images=()))
     del settings["images"]
-    if body.policy_step is None:  # as in bodies of earlier versions, which a client may repeat
-        del settings["policy_step"]
     if body.images:
         settings["images"] = [(each.start, each.height, each.width, len(each.data)) for each in body.images]
     prompt = np.asarray(settings.pop("prompt"), "<i4")

@@ -342,10 +342,9 @@ class SpoolReferences:
         A process that was suspended between the write and the acceptance of a body must then send
         it again; a worker writes its results again.
         """
-        script_keys = [redis_keys.spool_segment_refs(), redis_keys.spool_results()]
         closed: list[str] = []
         for start in range(0, len(segments), _AT_ONCE):
             some = segments[start : start + _AT_ONCE]
             args = {"segments": list(some), "ttl_ms": redis_keys.SWEPT_TTL_MS}
-            closed += [name.decode() for name in self._sweep(script_keys, args)]
+            closed += [name.decode() for name in self._sweep(args)]
         return closed

@@ -18,7 +18,7 @@ from cotrain_store.errors import Refused
 from cotrain_store.messages.fleet import WorkerExit, WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId, decode, encode
 from cotrain_store.monitoring import metrics
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection, replies
 from cotrain_store.usage import minute_of
 
 #: Window of `recent_failures` in minutes.
@@ -55,11 +55,9 @@ class TenantFailures:
 async def recent_failures(connection: Connection, now_s: float) -> dict[TenantId, TenantFailures]:
     """Return the tenants with failed or refused requests in the last MINUTES, most requests first."""
     newest = minute_of(now_s)
-    pipeline = connection.pipeline(transaction=False)
-    for back in range(MINUTES):
-        pipeline.hgetall(redis_keys.failures(newest - 60 * back))
+    minutes = (redis_keys.failures(newest - 60 * back) for back in range(MINUTES))
     counts: Counter[str] = Counter()
-    for row in await pipeline.execute():
+    for row in await replies(connection, (("HGETALL", minute) for minute in minutes)):
         counts.update({field.decode(): int(count) for field, count in row.items()})
     fields = list(counts)
     found = await connection.hmget(redis_keys.newest_failures(), fields) if fields else []

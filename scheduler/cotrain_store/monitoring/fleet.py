@@ -31,12 +31,13 @@ class QueueStatus:
     bytes: int  # bytes of the ops
     samples_waiting: int = 0
     samples_running: int = 0
+    sample_tokens: int = 0  # maximum tokens of those sample requests
 
 
 def sum_of(queues: Iterable[QueueStatus], tenant: str = "") -> QueueStatus:
     """Return the sum of queues, under the name `tenant`."""
-    rows = [(q.ops, q.tokens, q.bytes, q.samples_waiting, q.samples_running) for q in queues]
-    return QueueStatus(TenantId(tenant), *map(sum, zip((0,) * 5, *rows, strict=True)))
+    rows = [(q.ops, q.tokens, q.bytes, q.samples_waiting, q.samples_running, q.sample_tokens) for q in queues]
+    return QueueStatus(TenantId(tenant), *map(sum, zip((0,) * 6, *rows, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,9 @@ async def _queues(connection: Connection, pool: PoolId, tenants: Sequence[Tenant
     queues: list[QueueStatus] = []
     for first in range(0, len(tenants), TENANTS_AT_ONCE):
         part = tenants[first : first + TENANTS_AT_ONCE]
-        row = await queue_loads([], {"prefix": redis_keys.prefix(pool), "tenants": part})
+        row = await queue_loads({"prefix": redis_keys.prefix(pool), "tenants": part})
         numbers = map(int, json.loads(row))
-        queues += map(QueueStatus, part, *[numbers] * 5)
+        queues += map(QueueStatus, part, *[numbers] * 6)
     return tuple(queues)
 
 

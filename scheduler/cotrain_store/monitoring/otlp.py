@@ -9,11 +9,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -57,46 +57,15 @@ def stop(provider: TracerProvider) -> None:
     sending.join(STOP_S)
 
 
-class WaitingSpans:
-    """Counter of queued spans, and of spans dropped because the queue is full."""
-
-    def __init__(self, most: int, source: Source) -> None:
-        self._most = most
-        self._dropped = TRACE_SPANS_DROPPED[source]
-        self._count = 0
-        self._lock = threading.Lock()
-        self._logged_at = -_LOGGED_EVERY_S
-
-    def take(self) -> bool:
-        """Count one more queued span. Return False if the queue is full."""
-        with self._lock:
-            if self._count < self._most:
-                self._count += 1
-                return True
-        self.lost(1, "queue_full")
-        return False
-
-    def sent(self, count: int) -> None:
-        """Subtract spans that have left the queue."""
-        with self._lock:
-            self._count -= count
-
-    def lost(self, count: int, reason: str) -> None:
-        """Count spans that are lost."""
-        self._dropped.labels(reason).inc(count)
-        now = time.monotonic()
-        if now - self._logged_at >= _LOGGED_EVERY_S:
-            self._logged_at = now
-            log.warning("spans_lost", reason=reason)
-
-
 class BoundedProcessor(BatchSpanProcessor):
-    """Batch processor of the library that also counts dropped spans. The library drops them silently."""
+    """Batch processor of the library that also counts lost spans. The library drops them silently."""
 
     def __init__(self, exporter: SpanExporter, most: int, source: Source) -> None:
-        self._waiting = WaitingSpans(most, source)
+        self._free = threading.Semaphore(most)
+        self._dropped = TRACE_SPANS_DROPPED[source]
+        self._logged_at = -_LOGGED_EVERY_S
         super().__init__(
-            _CountingExporter(exporter, self._waiting),
+            _ReportingExporter(exporter, self._on_export),
             max_queue_size=most,
             max_export_batch_size=most if most < _BATCH else None,
         )
@@ -104,14 +73,32 @@ class BoundedProcessor(BatchSpanProcessor):
     @override
     def on_end(self, span: ReadableSpan) -> None:
         """Queue a finished span."""
-        if span.context and span.context.trace_flags.sampled and self._waiting.take():
+        if not span.context or not span.context.trace_flags.sampled:
+            return
+        if self._free.acquire(blocking=False):
             super().on_end(span)
+        else:
+            self._count_lost(1, "queue_full")
+
+    def _on_export(self, count: int, *, is_sent: bool) -> None:
+        self._free.release(count)
+        if not is_sent:
+            self._count_lost(count, "not_sent")
+
+    def _count_lost(self, count: int, reason: str) -> None:
+        self._dropped.labels(reason).inc(count)
+        now = time.monotonic()
+        if now - self._logged_at >= _LOGGED_EVERY_S:
+            self._logged_at = now
+            log.warning("spans_lost", reason=reason)
 
 
-class _CountingExporter(SpanExporter):
-    def __init__(self, exporter: SpanExporter, waiting: WaitingSpans) -> None:
+class _ReportingExporter(SpanExporter):
+    """Exporter that reports how many spans have left the queue, and if they were sent."""
+
+    def __init__(self, exporter: SpanExporter, report: Callable[..., None]) -> None:
         self._exporter = exporter
-        self._waiting = waiting
+        self._report = report
 
     @override
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -119,9 +106,7 @@ class _CountingExporter(SpanExporter):
         try:
             result = self._exporter.export(spans)
         finally:
-            self._waiting.sent(len(spans))
-            if result is not SpanExportResult.SUCCESS:
-                self._waiting.lost(len(spans), "not_sent")
+            self._report(len(spans), is_sent=result is SpanExportResult.SUCCESS)
         return result
 
     @override
@@ -135,11 +120,8 @@ def _queue_size() -> int:
 
 
 def _resource(process: str, instance: str) -> Resource:
-    own = {"service.name": f"cotrain-{process}", "service.instance.id": instance}
-    own["service.version"] = __version__
-    # A service name of the operator (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) takes precedence over ours.
-    chosen = Resource.create()
-    is_named = "OTEL_SERVICE_NAME" in os.environ or ("service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
-    if is_named:
-        del own["service.name"]
-    return chosen.merge(Resource(own))
+    own = {
+        "service.name": f"cotrain-{process}", "service.instance.id": instance, "service.version": __version__,
+    }  # fmt: skip
+    # Attributes of the operator (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) take precedence over ours.
+    return Resource.create(own).merge(OTELResourceDetector().detect())

@@ -11,7 +11,7 @@ from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.redis_client.connection import Connection
+from cotrain_store.redis_client.connection import Connection, replies
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.usage import MINUTE_FIELDS, minute_of, tenant_seconds, tenant_tokens
 
@@ -80,11 +80,13 @@ async def newest_ops(connection: Connection, run: RunRecord, last: int, most: in
     seqs = range(max(0, last - most + 1), last + 1)
     if not seqs:
         return []
-    pipeline = connection.pipeline(transaction=False)
-    pipeline.hmget(redis_keys.ops(run.pool, run.id), [str(seq) for seq in seqs])
-    for seq in seqs:
-        pipeline.getrange(redis_keys.result(request_id(run.id, seq)), 0, _BYTES_READ - 1)
-    envelopes, *results = await pipeline.execute()
+    envelopes, *results = await replies(
+        connection,
+        [
+            ("HMGET", redis_keys.ops(run.pool, run.id), *seqs),
+            *(("GETRANGE", redis_keys.result(request_id(run.id, seq)), 0, _BYTES_READ - 1) for seq in seqs),
+        ],
+    )
     rows = zip(seqs, envelopes, results, strict=True)
     return [_op(run, *row) for row in rows if row[1] or row[2]]
 
@@ -113,10 +115,7 @@ def _error(result: bytes) -> str:
 
 async def owners(connection: Connection, pool: PoolId, runs: Sequence[RunId]) -> dict[RunId, WorkerId]:
     """Return the worker of each of these runs of a pool. Ended runs, and runs without a worker, are left out."""
-    pipeline = connection.pipeline(transaction=False)
-    for run in runs:
-        pipeline.hmget(redis_keys.log(pool, run), ["state", "worker"])
-    rows = await pipeline.execute() if runs else []
+    rows = await replies(connection, (("HMGET", redis_keys.log(pool, run), "state", "worker") for run in runs))
     return {
         run: WorkerId(worker.decode())
         for run, (state, worker) in zip(runs, rows, strict=True)
@@ -154,10 +153,7 @@ async def last_minutes(
     if tenant is not None:
         names += ["own_tokens", "own_device_s"]
         stored += [tenant_tokens(tenant), tenant_seconds(tenant)]
-    pipeline = connection.pipeline(transaction=False)
-    for start in starts:
-        pipeline.hmget(redis_keys.minute(pool, start), stored)
-    rows = await pipeline.execute()
+    rows = await replies(connection, (("HMGET", redis_keys.minute(pool, start), *stored) for start in starts))
     return [
         Minute(start, {name: float(value) for name, value in zip(names, row, strict=True) if value})
         for start, row in zip(starts, rows, strict=True)
@@ -177,7 +173,7 @@ async def busiest_tenants(
         starts = _starts(now_s, TOP_MINUTES)
         for first in range(0, TOP_MINUTES, MINUTES_AT_ONCE):
             part = starts[first : first + MINUTES_AT_ONCE]
-            rows = (busy_minute([redis_keys.minute(pool, start)], {}) for start in part)
+            rows = (busy_minute({"minute": redis_keys.minute(pool, start)}) for start in part)
             for row in await asyncio.gather(*rows):
                 for tenant, value in json.loads(row).items():
                     seconds[TenantId(tenant)] += float(value)

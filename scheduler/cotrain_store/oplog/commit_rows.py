@@ -8,7 +8,7 @@ from typing import Any
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
-from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode, run_of
+from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, WorkerId, encode, run_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import (
     HISTORY_POINTS,
@@ -60,8 +60,10 @@ class PutBack:
 class Commit:
     """Argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow it."""
 
+    fence: str  # key of the epoch of its worker
     epoch: str
     prefix: str
+    worker: WorkerId
     cycle: str
     numerics: str
     ops: Sequence[OpRow]

@@ -5,7 +5,7 @@ Only the holder of the newest epoch may write. An older scheduler gets Fenced an
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from cotrain_store import redis_keys
@@ -17,10 +17,10 @@ from cotrain_store.messages.ops import PoolView, QueuedOp, Result, RunQueue, Ste
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.commit_rows import rejection
 from cotrain_store.oplog.moves import Moves
-from cotrain_store.redis_client.connection import Connection, clock_ms
-from cotrain_store.redis_client.scripts import AsyncScript, async_script
+from cotrain_store.redis_client.connection import Connection, clock_ms, replies
+from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.results.queue_notice import client_seq, given_up
-from cotrain_store.tenants.policies import read_pauses, read_weights
+from cotrain_store.tenants.policies import read_policy
 
 #: Maximum number of runs read by one call; it blocks Redis.
 RUNS_AT_ONCE = 256
@@ -65,11 +65,15 @@ class Dispatch:
         """Epoch of this scheduler; 0 before it first leads."""
         return int(self._epoch or 0)
 
+    @property
+    def _own(self) -> dict[str, str]:
+        """Arguments of a script that only the leader may run."""
+        return {"fence": redis_keys.scheduler_epoch(), "epoch": self._epoch}
+
     async def lead(self) -> bool:
         """Acquire or renew the lease. Return False while another scheduler holds it."""
-        script_keys = [redis_keys.scheduler_lease(), redis_keys.scheduler_epoch()]
-        args = {"name": self._name, "ttl_ms": redis_keys.LEASE_TTL_MS, "epoch": self._epoch}
-        answer = await self._lease(script_keys, args)
+        args = {"lease": redis_keys.scheduler_lease(), "name": self._name, "ttl_ms": redis_keys.LEASE_TTL_MS}
+        answer = await self._lease({**self._own, **args})
         if not answer:
             self._counted_at = None
             return False
@@ -83,10 +87,9 @@ class Dispatch:
         """
         now = time.monotonic()
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
-        script_keys = [redis_keys.clock(), redis_keys.ends()]
         for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
             args = {"passed_ms": passed_ms, "most": ENDS_AT_ONCE}
-            ended = await self._write(self._tick, script_keys, args)
+            ended = await self._tick({**self._own, **args})
             self._counted_at = now
             if ended < ENDS_AT_ONCE:
                 return
@@ -102,7 +105,7 @@ class Dispatch:
 
     async def policy(self) -> PlanPolicy:
         """Return the pauses, and the weights of tenants."""
-        return PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
+        return await read_policy(self._redis)
 
     async def base_model(self, pool: PoolId) -> str:
         """Return the base model of a pool."""
@@ -118,10 +121,7 @@ class Dispatch:
             return 0
         ready = await self._redis.zrange(redis_keys.ready(pool), 0, RUNS_READ - 1)
         runs = [RunId(name.decode()) for name in ready]
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hget(redis_keys.log(pool, run), "tenant")
-        tenants = await pipeline.execute() if runs else []
+        tenants = await replies(self._redis, (("HGET", redis_keys.log(pool, run), "tenant") for run in runs))
         return sum(
             run in pauses.runs or (tenant or b"").decode() in pauses.tenants
             for run, tenant in zip(runs, tenants, strict=True)
@@ -129,7 +129,7 @@ class Dispatch:
 
     async def write_scaling(self, pool: PoolId, scaling: Scaling) -> None:
         """Store the decision for all API processes, and for the next scheduler."""
-        await self._write(self._scaling, [redis_keys.scaling(pool)], {}, encode(scaling))
+        await self._scaling({**self._own, "prefix": redis_keys.prefix(pool)}, encode(scaling))
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
         """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those in a step.
@@ -137,38 +137,28 @@ class Dispatch:
         If its last process still runs, it is fenced and can write nothing. Return False, with
         nothing written, if the worker is alive again or the successor is not.
         """
-        script_keys = [
-            redis_keys.workers(pool), redis_keys.worker_epoch(pool, dead.worker),
-            redis_keys.worker(pool, dead.worker), redis_keys.worker(pool, successor),
-            redis_keys.spool_segment_refs(), redis_keys.notify_results(),
-            redis_keys.counters(pool),
-        ]  # fmt: skip
         args = {
-            "prefix": redis_keys.prefix(pool), "dead": dead.worker,
+            **self._own, "prefix": redis_keys.prefix(pool), "dead": dead.worker,
             "seen_epoch": str(dead.epoch), "successor": successor,
             "any_worker": redis_keys.ANY_WORKER, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
-        return bool(await self._write(self._reassign, script_keys, args) == b"OK")
+        return bool(await self._reassign(args) == b"OK")
 
     async def deregister(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
         """Remove a drained worker from its pool's list, so that its runs can go anywhere.
 
         Return False if it is not yet drained.
         """
-        script_keys = [
-            redis_keys.workers(pool), redis_keys.worker_epoch(pool, drained.worker),
-            redis_keys.draining(pool), redis_keys.worker(pool, successor),
-        ]  # fmt: skip
         args = {
-            "prefix": redis_keys.prefix(pool), "worker": drained.worker,
+            **self._own, "prefix": redis_keys.prefix(pool), "worker": drained.worker,
             "seen_epoch": str(drained.epoch), "successor": successor,
             "any_worker": redis_keys.ANY_WORKER,
         }  # fmt: skip
-        return bool(await self._write(self._deregister, script_keys, args) == b"OK")
+        return bool(await self._deregister(args) == b"OK")
 
     async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
         """Request the move of a run. Return False if it is impossible or the run was moved recently."""
-        return await self.moves.request_move(pool, run, to, self._epoch)
+        return await self.moves.request_move(pool, run, to, self._own)
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""
@@ -184,16 +174,12 @@ class Dispatch:
         Without a number it contains no changes. A repeated call returns the same changes or more.
         It also contains the queues of `runs`, at most RUNS_AT_ONCE of them.
         """
-        script_keys = [
-            redis_keys.changed(pool), redis_keys.change_counter(pool), redis_keys.ready(pool),
-            redis_keys.cycle_counter(pool), redis_keys.workers(pool), redis_keys.moves(pool),
-        ]  # fmt: skip
         args = {
             "prefix": redis_keys.prefix(pool), "since": "+inf" if since is None else str(since),
             "runs": list(runs[:RUNS_AT_ONCE]),
             "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
         }  # fmt: skip
-        number, is_complete, ready, cycle, slots, moves, rows = await self._view(script_keys, args)
+        number, is_complete, ready, cycle, slots, moves, rows = await self._view(args)
         return PoolView(
             int(number), [_run_queue(row) for row in rows], bool(is_complete), ready, int(cycle),
             moves=[Move.parse(*row) for row in zip(moves[::2], moves[1::2], strict=True)],
@@ -207,24 +193,21 @@ class Dispatch:
 
         Raises PlanOutdated if the queue changed since it was read; nothing was written.
         """
-        script_keys = [
-            redis_keys.cycle_counter(pool), redis_keys.open_steps(pool, step.worker),
-            redis_keys.ready(pool), redis_keys.gaps(pool),
-            redis_keys.notify_worker(pool, step.worker), redis_keys.changed(pool),
-        ]  # fmt: skip
         args = {
-            "prefix": redis_keys.prefix(pool), "worker": step.worker,
+            **self._own, "prefix": redis_keys.prefix(pool), "worker": step.worker,
             "cycle": step.cycle, "max_open": MAX_OPEN_STEPS, "runs": _runs_of(step.ops),
             "planned_ms": int(step.planned_at * 1000), "seen": seen,
         }  # fmt: skip
-        if await self._write(self._plan, script_keys, args, encode(step)) == b"OUTDATED":
+        if await self._plan(args, encode(step)) == b"OUTDATED":
             raise PlanOutdated
 
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
         """Return the runs that hold ops behind a seq missing for longer than this."""
         latest = await clock_ms(self._redis) - older_than_s * 1000
         runs = await self._redis.zrangebyscore(redis_keys.gaps(pool), 0, latest)
-        tenants = [await self._redis.hget(redis_keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
+        tenants = await replies(
+            self._redis, (("HGET", redis_keys.log(pool, RunId(r.decode())), "tenant") for r in runs)
+        )
         return [
             (RunId(run.decode()), TenantId(tenant.decode()))
             for run, tenant in zip(runs, tenants, strict=True)
@@ -238,21 +221,11 @@ class Dispatch:
         """
         missing = int(await self._redis.hget(redis_keys.log(pool, run), "next") or 0)
         message = given_up(await client_seq(self._redis, pool, run, missing))
-        script_keys = [
-            redis_keys.gaps(pool), redis_keys.log(pool, run), redis_keys.ops(pool, run),
-            redis_keys.bodies(pool, run), redis_keys.spool_segment_refs(),
-            redis_keys.queue(pool, tenant), redis_keys.notify_results(),
-        ]  # fmt: skip
         args = {
-            "run": run, "missing": missing, "tenant": tenant, "prefix": redis_keys.prefix(pool),
+            **self._own, "run": run, "missing": missing, "tenant": tenant, "prefix": redis_keys.prefix(pool),
             "failure": rejection(run, Result.failed(message, "server")),
         }  # fmt: skip
-        await self._write(self._expire_gap, script_keys, args)
-
-    async def _write(self, script: AsyncScript, keys: Sequence[str], args: Mapping[str, Any], *stored: str) -> Any:
-        """Run a script that only the leader may run, with its epoch. Raises Fenced."""
-        keys, args = [redis_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
-        return await script(keys, args, *stored)
+        await self._expire_gap(args)
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
         """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are lost."""

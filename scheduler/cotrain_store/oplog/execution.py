@@ -23,7 +23,7 @@ from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejectio
 from cotrain_store.oplog.moves import OwnDrain, OwnMoves
 from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
-from cotrain_store.redis_client.scripts import sync_script
+from cotrain_store.redis_client.scripts import sync_script, worker_args
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_store.usage import cycle_counts, minute_of, training_amounts
 from cotrain_store.weights import SweepLease
@@ -108,6 +108,10 @@ class Execution:
         self._base_model = record.base_model
         self._redis.sadd(redis_keys.workers(self.pool), self.worker)
         self._redis.hset(redis_keys.pools(), self.pool, encode(record))
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return worker_args(self.pool, self.worker, self.epoch)
 
     @property
     def writer(self) -> str:
@@ -228,19 +232,12 @@ class Execution:
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
         now_s = time.time()
         used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, now_s)
-        script_keys = [
-            redis_keys.worker_epoch(self.pool, self.worker),
-            redis_keys.open_steps(self.pool, self.worker), redis_keys.cycles(self.pool),
-            redis_keys.spool_segment_refs(), redis_keys.notify_results(),
-            redis_keys.notify_scheduler(), redis_keys.counters(self.pool),
-            redis_keys.starts(self.pool), redis_keys.crash_counts(self.pool),
-        ]  # fmt: skip
         in_order = [results[op.run, op.seq] for op in step.ops if (op.run, op.seq) in results]
 
         def commit(encoded: Sequence[tuple[bytes, int]]) -> bytes:
             values, ttls_ms = [value for value, _ in encoded], [ttl_ms for _, ttl_ms in encoded]
             asked = Commit(
-                epoch=str(self.epoch), prefix=redis_keys.prefix(self.pool), cycle=str(step.cycle),
+                **self._own, cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
                 ops=op_rows(step, results, crashed, ttls_ms, found or {}),
                 back=put_backs(step, results, opened or {}),
@@ -248,7 +245,7 @@ class Execution:
                 minute=redis_keys.minute(self.pool, minute_of(now_s)),
                 minute_counts=cycle_counts(record, usage or {}, step.tenant_by_run),
             )  # fmt: skip
-            answer: bytes = self._commit(script_keys, asked, json.dumps(record), *values)
+            answer: bytes = self._commit(asked, json.dumps(record), *values)
             return answer
 
         answer = stored_results(in_order, self._results, commit)
@@ -260,16 +257,11 @@ class Execution:
 
         Return False if it is too late, or too early because the log holds a save whose weights are not stored.
         """
-        script_keys = [
-            redis_keys.worker_epoch(self.pool, self.worker), redis_keys.log(self.pool, run),
-            redis_keys.ops(self.pool, run), redis_keys.bodies(self.pool, run),
-            redis_keys.digests(self.pool, run), redis_keys.spool_segment_refs(),
-        ]  # fmt: skip
         args = {
-            "epoch": str(self.epoch), "run": run, "seq": seq, "file": file, "sha256": sha256,
+            **self._own, "run": run, "seq": seq, "file": file, "sha256": sha256,
             "digests_kept": DIGESTS_KEPT, "size": size,
         }  # fmt: skip
-        return bool(self._snapshot(script_keys, args) == b"OK")
+        return bool(self._snapshot(args) == b"OK")
 
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         """Continue a run from a checkpoint after its newest state and both snapshots were lost. Never silent.
@@ -288,23 +280,15 @@ class Execution:
         """Roll back a run; a repeat with the position from before has no effect."""
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
         failure, open_steps = _lost_by_rollback(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
-        script_keys = [
-            redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run), redis_keys.run(run),
-            open_steps, redis_keys.ops(pool, run),
-            redis_keys.bodies(pool, run), redis_keys.digests(pool, run),
-            redis_keys.spool_segment_refs(), redis_keys.queue(pool, position.tenant),
-            redis_keys.notify_results(), redis_keys.counters(pool),
-        ]  # fmt: skip
         args = {
-            "epoch": str(self.epoch), "prefix": redis_keys.prefix(pool), "run": run,
-            "done": position.done, "file": file, "sha256": sha256,
+            **self._own, "run": run, "done": position.done, "file": file, "sha256": sha256,
             "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
             "failure": rejection(run, failure),
             "steps": steps_without(self._redis.hgetall(open_steps), run, len(failure.payload)),
             "tenant": position.tenant, "weights": checkpoint.weights,
             "kept": seq_of(checkpoint.weights),
         }  # fmt: skip
-        if self._rollback(script_keys, args) == b"OUTDATED":
+        if self._rollback(args) == b"OUTDATED":
             raise AssertionError(f"the log of run {run} moved under the worker that owns it")
         return weights_epoch
 
@@ -315,14 +299,7 @@ class Execution:
 
     def forget(self, run: RunId) -> bool:
         """Delete the log of a closed run. Return False while an op is planned or a save is not stored."""
-        pool = self.pool
-        script_keys = [
-            redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run),
-            redis_keys.ops(pool, run), redis_keys.bodies(pool, run), redis_keys.digests(pool, run),
-            redis_keys.spool_segment_refs(), redis_keys.drops(pool, self.worker),
-            redis_keys.unnumbered_ops(pool, run),
-        ]  # fmt: skip
-        return bool(self._forget(script_keys, {"epoch": str(self.epoch), "run": run}) == b"OK")
+        return bool(self._forget({**self._own, "run": run}) == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
         """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
@@ -336,14 +313,11 @@ class Execution:
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
-        epoch_key = redis_keys.worker_epoch(self.pool, self.worker)
-        script_keys = [redis_keys.run(run), redis_keys.notify_results(), epoch_key]
         args = {
-            "epoch": str(self.epoch), "run": run, "tenant": tenant, "state": state,
-            "prefix": redis_keys.prefix(self.pool), "failure": failure.encode().decode(),
+            **self._own, "run": run, "tenant": tenant, "state": state, "failure": failure.encode().decode(),
             "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
-        self._close(script_keys, args)
+        self._close(args)
 
     def sweep_lease(self) -> SweepLease:
         """Return the lease of the worker that sweeps spool and recovery copies."""

@@ -19,14 +19,15 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.disk.storage import UNLOADED, Capacity
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode, request_id
+from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId, WeightsRef, encode, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.messages.runs import RunRecord, RunState, pool_record
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs_and_traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.policies import LimitsOf, RunWeight, TenantLimits, weigh_run
+from cotrain_store.tenants.policies import RunWeight, weigh_run
+from cotrain_store.tenants.quotas import Quotas, QuotasOf
 
 log = structlog.get_logger()
 
@@ -54,21 +55,23 @@ class Submission:
 
     run: RunId
     tenant: TenantId
+    session: SessionId
     created_at: float  # creation time of the run
-    record: str | None  # record of the run, for the op that creates it
-    seq: int | None  # seq of the client; None for an unnumbered op
-    idempotency_key: str | None
-    op: SubmittedOp
-    save: SubmittedOp | None  # next op, accepted together with this one or not at all
-    tokens: int
-    uses: tuple[WeightsRef, ...]
-    """Weights that the op needs. They must be stored, except those of a fork."""
-    sampler: SamplerId | None
-    now_ms: int
     pool_tag: str
-    limits: TenantLimits
+    seq: int | None  # seq of the client; None for an unnumbered op
+    op: SubmittedOp
+    tokens: int
+    now_ms: int
+    limits: Quotas
+    max_unread_bytes: int
+    record: str | None = None  # record of the run, for the op that creates it
     weighs: RunWeight | None = None
     """Weight of the run, for the op that creates it; None if it is unknown."""
+    idempotency_key: str | None = None
+    save: SubmittedOp | None = None  # next op, accepted together with this one or not at all
+    uses: tuple[WeightsRef, ...] = ()
+    """Weights that the op needs. They must be stored, except those of a fork."""
+    sampler: SamplerId | None = None
     forks: bool = False
     """True for an op that creates a run from weights that may be in the memory of one worker only."""
     max_seq_gap: int = MAX_SEQ_GAP
@@ -76,27 +79,11 @@ class Submission:
     sampler_rest_ms: int = SAMPLER_REST_MS
 
 
-def submission_keys(run: RunRecord) -> list[str]:
-    """Return the keys of `submit.lua`, in its order."""
-    pool, tenant = run.pool, run.tenant
-    return [
-        redis_keys.run(run.id), redis_keys.log(pool, run.id), redis_keys.ops(pool, run.id),
-        redis_keys.bodies(pool, run.id), redis_keys.digests(pool, run.id), redis_keys.ready(pool),
-        redis_keys.gaps(pool), redis_keys.queue(pool, tenant), redis_keys.queue_tenants(pool),
-        redis_keys.spool_segment_refs(), redis_keys.session_runs(run.session),
-        redis_keys.tenant_runs(tenant), redis_keys.notify_scheduler(),
-        redis_keys.unnumbered_ops(pool, run.id), redis_keys.training_runs(tenant),
-        redis_keys.all_training_runs(),
-    ]  # fmt: skip
-
-
 class Intake:
     """Creates runs, accepts their ops and closes runs."""
 
-    def __init__(
-        self, connection: Connection, spool: Spool, limits_of: LimitsOf[TenantLimits], disk_reserve_bytes: int = 0
-    ) -> None:
-        self._limits_of = limits_of
+    def __init__(self, connection: Connection, spool: Spool, quotas_of: QuotasOf, disk_reserve_bytes: int = 0) -> None:
+        self._quotas_of = quotas_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "submit")
         self._close = async_script(connection, "close")
@@ -136,7 +123,7 @@ class Intake:
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
-        return await self._accept(run, 0, kind, body, 0, digest, record=encode(run), uses=uses, save=save)
+        return await self.submit(run, 0, kind, body, 0, digest, record=encode(run), uses=uses, save=save)
 
     async def submit(
         self,
@@ -150,13 +137,16 @@ class Intake:
         uses: Sequence[WeightsRef] = (),
         idempotency_key: str | None = None,
         sampler: SamplerId | None = None,
+        record: str | None = None,
+        save: bytes | None = None,
     ) -> RequestId:
         """Accept one op; it is durable when this returns. `digest` identifies the client's request.
 
         An op without a `seq` is unnumbered: it runs after all ops accepted so far, and before those
         that the client sends later. Two ops with the same `idempotency_key` are one. The weights in
         `uses` are kept while the log needs the op; a repeat does not check that they still exist. A
-        save creates `sampler` when it runs, but the sampler counts towards the quota from now on.
+        save creates `sampler` when it runs, but the sampler counts towards the quota from now on. Only `create_run`
+        gives a `record` and a `save`.
 
         Raises:
             SeqConflict: this seq, or key, was used with other content.
@@ -166,10 +156,35 @@ class Intake:
             QUEUE_FULL, UNREAD_QUOTA_REACHED, SAMPLER_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED,
             CONNECTION_LOST: the request is valid; retry later.
         """
-        return await self._accept(
-            run, seq, kind, body, tokens, digest, uses=uses,
-            idempotency_key=idempotency_key, sampler=sampler,
-        )  # fmt: skip
+        structlog.contextvars.bind_contextvars(run=run.id, seq=seq)
+        await self._capacity.check()
+        quotas = await self._quotas_of(run.tenant)
+        weighs = await self._weigh(run, quotas.run_bytes) if record else None
+        now = time.time()
+        with self._capacity.storing() as store:
+            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
+            asked = self._submission(
+                run, seq, SubmittedOp(digest, len(body)), tokens, now, quotas, record=record, weighs=weighs,
+                idempotency_key=idempotency_key or None, save=along, uses=tuple(uses), sampler=sampler,
+            )  # fmt: skip
+            answer, at = b"ROOM", list[int]()
+            if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
+                answer, *at = await self._run_submit(asked, b"", save or b"")
+            if answer == b"ROOM":
+                op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
+                failpoint("api.before_submit", run.id)
+                answer, *at = await self._run_submit(replace(asked, op=op), body, save or b"")
+                failpoint("api.after_submit", run.id)
+        refused = refusal(answer.decode(), at, asked)
+        if refused:
+            raise refused
+        request = request_id(run.id, at[0])
+        if answer == b"DUP":
+            metrics.REQUESTS_DUPLICATE.inc()
+        else:
+            metrics.REQUESTS_ACCEPTED.labels(kind).inc()
+        log.debug("request_accepted", request=request, kind=kind.value, tokens=tokens, again=answer == b"DUP")
+        return request
 
     async def repeated(self, run: RunRecord, seq: int, digest: str) -> RequestId | None:
         """Return the request accepted for this seq with this content, or None.
@@ -190,66 +205,25 @@ class Intake:
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = [redis_keys.run(run.id), redis_keys.notify_results()]
         args = {
             "run": run.id, "tenant": run.tenant, "prefix": redis_keys.prefix(run.pool),
             "state": RunState.CLOSED, "failure": UNLOADED.encode().decode(),
             "request": request, "result": result.encode().decode(),
             "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
-        answer = await self._close(script_keys, args)
+        answer = await self._close(args)
         if answer == b"GONE":
             raise RunNotFound
         return request
 
-    async def _accept(
-        self,
-        run: RunRecord,
-        seq: int | None,
-        kind: OpKind,
-        body: bytes,
-        tokens: int,
-        digest: str,
-        *,
-        uses: Sequence[WeightsRef],
-        record: str | None = None,
-        idempotency_key: str | None = None,
-        save: bytes | None = None,
-        sampler: SamplerId | None = None,
-    ) -> RequestId:
-        structlog.contextvars.bind_contextvars(run=run.id, seq=seq)
-        await self._capacity.check()
-        limits = await self._limits_of(run.tenant)
-        weighs = await self._weigh(run, limits.run_bytes) if record else None
-        now = time.time()
-        with self._capacity.storing() as store:
-            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
-            unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
-            asked = Submission(
-                run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
-                idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
-                tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
-                pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
-                limits=replace(limits, unread_bytes=unread_bytes),
-            )  # fmt: skip
-            answer, at = b"ROOM", list[int]()
-            if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
-                answer, *at = await self._run_submit(run, asked, b"", save or b"")
-            if answer == b"ROOM":
-                op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
-                failpoint("api.before_submit", run.id)
-                answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
-                failpoint("api.after_submit", run.id)
-        refused = refusal(answer.decode(), at, asked)
-        if refused:
-            raise refused
-        request = request_id(run.id, at[0])
-        if answer == b"DUP":
-            metrics.REQUESTS_DUPLICATE.inc()
-        else:
-            metrics.REQUESTS_ACCEPTED.labels(kind).inc()
-        log.debug("request_accepted", request=request, kind=kind.value, tokens=tokens, again=answer == b"DUP")
-        return request
+    def _submission(
+        self, run: RunRecord, seq: int | None, op: SubmittedOp, tokens: int, now: float, quotas: Quotas, **more: Any
+    ) -> Submission:
+        return Submission(
+            run=run.id, tenant=run.tenant, session=run.session, created_at=run.created_at,
+            pool_tag=redis_keys.hash_tag(run.pool), seq=seq, op=op, tokens=tokens, now_ms=int(now * 1000),
+            limits=quotas, max_unread_bytes=self._capacity.unread_bytes(quotas.unread_bytes), **more,
+        )  # fmt: skip
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
         rows = await self._redis.hvals(redis_keys.pools())
@@ -259,10 +233,10 @@ class Intake:
         free_bytes = self._capacity.free_disk_bytes
         return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
-    async def _run_submit(self, run: RunRecord, asked: Submission, body: bytes, save: bytes) -> list[Any]:
+    async def _run_submit(self, asked: Submission, body: bytes, save: bytes) -> list[Any]:
         inline = body if asked.op.segment is None else b""
         inline_save = save if asked.save and asked.save.segment is None else b""
-        answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
+        answer: list[Any] = await self._submit(asked, inline, inline_save)
         return answer
 
 

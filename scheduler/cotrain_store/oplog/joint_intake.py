@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Refused
 from cotrain_store.failpoints import failpoint
@@ -20,8 +19,7 @@ from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, encode, 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys, submitted_op
-from cotrain_store.tenants.policies import RunWeight, TenantLimits
+from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submitted_op
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,18 @@ class JointIntake(Intake):
             DISK_RESERVE_REACHED, BODY_SWEPT, CONNECTION_LOST: some ops are not accepted; repeat the call later.
         """
         await self._capacity.check()
-        limits = await self._limits_of(tenant)
-        limits = replace(limits, unread_bytes=self._capacity.unread_bytes(limits.unread_bytes))
+        quotas = await self._quotas_of(tenant)
         now = time.time()
         copies = Counter(op.body for op in ops)
-        weighs = [await self._weigh(op.run, limits.run_bytes) if op.forked else None for op in ops]
-        asked = [_submission(op, limits, now, w) for op, w in zip(ops, weighs, strict=True)]
+        weighs = [await self._weigh(op.run, quotas.run_bytes) if op.forked else None for op in ops]
+        asked = [
+            self._submission(
+                op.run, op.seq, SubmittedOp(op.digest, len(op.body)), op.tokens, now, quotas,
+                record=encode(op.run) if op.forked else None, uses=(op.forked,) if op.forked else (),
+                forks=bool(op.forked), weighs=weight,
+            )
+            for op, weight in zip(ops, weighs, strict=True)
+        ]  # fmt: skip
         if any(len(body) * count > INLINE_LIMIT_BYTES for body, count in copies.items()):
             await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
@@ -79,12 +83,11 @@ class JointIntake(Intake):
         return accepted
 
     async def _run(self, ops: Sequence[JointOp], asked: Sequence[Submission]) -> Accepted:
-        keys = [key for op in ops for key in submission_keys(op.run)]
         bodies = [
             op.body if each.op.envelope and each.op.segment is None else b""
             for op, each in zip(ops, asked, strict=True)
         ]
-        answers: list[list[Any]] = await self._submit(keys, {"together": asked}, *bodies)
+        answers: list[list[Any]] = await self._submit({"together": asked}, *bodies)
         accepted: Accepted = []
         for op, each, (answer, *numbers) in zip(ops, asked, answers, strict=True):
             refused = refusal(answer.decode(), numbers, each)
@@ -97,15 +100,3 @@ class JointIntake(Intake):
             elif answer == b"DUP":
                 metrics.REQUESTS_DUPLICATE.inc()
         return accepted
-
-
-def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight | None) -> Submission:
-    """Return the argument that only checks if the op would be accepted."""
-    run = op.run
-    return Submission(
-        run=run.id, tenant=run.tenant, created_at=run.created_at, seq=op.seq,
-        record=encode(run) if op.forked else None, forks=bool(op.forked), weighs=weighs,
-        idempotency_key=None, op=SubmittedOp(op.digest, len(op.body)), save=None,
-        tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),
-        pool_tag=redis_keys.hash_tag(run.pool), limits=limits,
-    )  # fmt: skip

@@ -12,13 +12,14 @@ worker whose process must end does the same, and removes itself from the list.
 
 import json
 import time
+from collections.abc import Mapping
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunClosed
 from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
-from cotrain_store.redis_client.scripts import async_script, sync_script
+from cotrain_store.redis_client.scripts import async_script, sync_script, worker_args
 
 #: No run is moved twice within this time, unless the operator requests it.
 QUIET_S = 600.0
@@ -39,7 +40,7 @@ class Moves:
             WORKER_NOT_FOUND: no live worker of its pool has this id.
             CANNOT_MOVE: the run is already there, or has no worker that could hand it over.
         """
-        match await self._answer(pool, run, to, "", 0.0):
+        match await self._answer(pool, run, to, {}, 0.0):
             case b"ENDED":
                 raise RunClosed
             case b"TARGET":
@@ -49,29 +50,23 @@ class Moves:
             case b"UNOWNED":
                 raise Refused(Reason.CANNOT_MOVE, f"Run {run} has no worker yet. Its next request assigns one.")
 
-    async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str) -> bool:
-        """Request the move of a run. Return False if it is impossible or the run was moved within QUIET_S.
+    async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, leader: Mapping[str, str]) -> bool:
+        """Request a move for the scheduler. Return False if it is impossible or the run was moved within QUIET_S.
 
-        Raises Fenced: a newer scheduler leads.
+        `leader` are the arguments that fence it. Raises Fenced: a newer scheduler leads.
         """
-        answer = await self._answer(pool, run, to, scheduler_epoch, QUIET_S)
-        return answer == b"OK"
+        return await self._answer(pool, run, to, leader, QUIET_S) == b"OK"
 
     async def cancel(self, pool: PoolId, run: RunId) -> None:
         """Cancel the move of a run."""
         await self._redis.hdel(redis_keys.moves(pool), run)
 
-    async def _answer(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str, quiet_s: float) -> bytes:
-        script_keys = [
-            redis_keys.scheduler_epoch(), redis_keys.moves(pool), redis_keys.workers(pool),
-            redis_keys.log(pool, run), redis_keys.worker(pool, to),
-        ]  # fmt: skip
+    async def _answer(self, pool: PoolId, run: RunId, to: WorkerId, leader: Mapping[str, str], quiet_s: float) -> bytes:
         args = {
-            "prefix": redis_keys.prefix(pool), "run": run, "to": to,
+            **leader, "prefix": redis_keys.prefix(pool), "run": run, "to": to,
             "now_ms": int(time.time() * 1000), "quiet_ms": quiet_s * 1000,
-            **({"epoch": scheduler_epoch} if scheduler_epoch else {}),
         }  # fmt: skip
-        return bytes(await self._ask(script_keys, args))
+        return bytes(await self._ask(args))
 
 
 class OwnMoves:
@@ -97,18 +92,9 @@ class OwnMoves:
         If a run is `in_memory`, a recovery copy must hold all committed ops. A run that is not in memory needs no such
         copy: its ops would be replayed here as well. Return False if it is too early, or the move was cancelled.
         """
-        pool = self._pool
-        script_keys = [
-            redis_keys.worker_epoch(pool, self._worker), redis_keys.moves(pool),
-            redis_keys.workers(pool), redis_keys.log(pool, move.run), redis_keys.worker(pool, move.to),
-            redis_keys.counters(pool), redis_keys.notify_scheduler(),
-        ]  # fmt: skip
-        args = {
-            "epoch": str(epoch), "prefix": redis_keys.prefix(pool), "run": move.run,
-            "worker": self._worker, "to": move.to, "in_memory": in_memory,
-            "now_ms": int(time.time() * 1000),
-        }  # fmt: skip
-        return bool(self._move(script_keys, args) == b"OK")
+        args = {"run": move.run, "to": move.to, "in_memory": in_memory, "now_ms": int(time.time() * 1000)}
+        args |= worker_args(self._pool, self._worker, epoch)
+        return bool(self._move(args) == b"OK")
 
 
 class Drains:
@@ -157,19 +143,14 @@ class OwnDrain:
 
         Return False if no other worker could continue, or if something is open, unstored or claimed here.
         """
-        pool, successor = self._pool, self._successor()
+        successor = self._successor()
         if successor is None:
             return False
-        epoch_key = redis_keys.worker_epoch(pool, self._worker)
-        script_keys = [
-            epoch_key, redis_keys.workers(pool), epoch_key, redis_keys.draining(pool),
-            redis_keys.worker(pool, successor),
-        ]  # fmt: skip
         args = {
-            "epoch": str(epoch), "seen_epoch": str(epoch), "leaves": True, "prefix": redis_keys.prefix(pool),
-            "worker": self._worker, "successor": successor, "any_worker": redis_keys.ANY_WORKER,
+            **worker_args(self._pool, self._worker, epoch), "seen_epoch": str(epoch), "leaves": True,
+            "successor": successor, "any_worker": redis_keys.ANY_WORKER,
         }  # fmt: skip
-        return bool(self._deregister(script_keys, args) == b"OK")
+        return bool(self._deregister(args) == b"OK")
 
     def _successor(self) -> WorkerId | None:
         pool = self._pool

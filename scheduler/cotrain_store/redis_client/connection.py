@@ -191,6 +191,15 @@ def _check_answers(answers: list[Any], connection: Any, *, accept_data_loss: boo
         )
 
 
+async def replies(connection: Connection, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the replies to commands in one round trip. They are no transaction."""
+    pipeline = connection.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    found: list[Any] = await pipeline.execute()
+    return found
+
+
 async def clock_ms(connection: Connection) -> int:
     """Return the store's clock in ms. Before the first scheduler it is the host's clock."""
     return parse_ms(await connection.get(redis_keys.clock()))

@@ -1,24 +1,26 @@
-"""Loader of the Lua scripts as callables: keys in order, one JSON object, and values stored verbatim.
+"""Loader of the Lua scripts as callables: one JSON object, and values stored verbatim.
 
-A script reads the object's fields by name (`args`), so a new field renumbers nothing. Numbers in it are exact up to
+A script reads the object's fields by name (`args`), and makes its keys of them. Numbers in it are exact up to
 2**53. Values that must stay byte-identical (bodies, results, steps) follow the object.
 
-A script checks the epoch of its caller before it writes. It returns FENCED for an older epoch, and the call raises
-`Fenced`.
+A script checks the epoch of its caller before it writes (`lib/fence.lua`). It returns FENCED for an older epoch, and
+the call raises `Fenced`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from redis.exceptions import ResponseError
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
+from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.redis_client.clients import named
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 
@@ -35,14 +37,14 @@ _NEEDS = re.compile(r"^-- needs: (.+)$", re.MULTILINE)
 class AsyncScript(Protocol):
     """One script on an asynchronous connection."""
 
-    async def __call__(self, keys: Sequence[str], args: Args, /, *stored: bytes | str) -> Any:
+    async def __call__(self, args: Args, /, *stored: bytes | str) -> Any:
         """Run the script; `stored` follows the JSON object unchanged."""
 
 
 class SyncScript(Protocol):
     """One script on a synchronous connection."""
 
-    def __call__(self, keys: Sequence[str], args: Args, /, *stored: bytes | str) -> Any:
+    def __call__(self, args: Args, /, *stored: bytes | str) -> Any:
         """Run the script; `stored` follows the JSON object unchanged."""
 
 
@@ -50,9 +52,9 @@ def async_script(connection: Connection, name: str) -> AsyncScript:
     """Return a script, preceded by the parts it needs, for an asynchronous connection."""
     script = connection.register_script(source(name))
 
-    async def run(keys: Sequence[str], args: Args, *stored: bytes | str) -> Any:
+    async def run(args: Args, *stored: bytes | str) -> Any:
         try:
-            return _unfenced(await script(keys, [encode_args(args), *stored]))
+            return _unfenced(await script(args=[encode_args(args), *stored]))
         except ResponseError as refused:
             raise named(refused) from None
 
@@ -63,13 +65,19 @@ def sync_script(connection: SyncConnection, name: str) -> SyncScript:
     """Return a script, preceded by the parts it needs, for a synchronous connection."""
     script = connection.register_script(source(name))
 
-    def run(keys: Sequence[str], args: Args, *stored: bytes | str) -> Any:
+    def run(args: Args, *stored: bytes | str) -> Any:
         try:
-            return _unfenced(script(keys, [encode_args(args), *stored]))
+            return _unfenced(script(args=[encode_args(args), *stored]))
         except ResponseError as refused:
             raise named(refused) from None
 
     return run
+
+
+def worker_args(pool: PoolId, worker: WorkerId, epoch: int) -> dict[str, Any]:
+    """Return the arguments of a script that only the newest process of a worker may run."""
+    fence = redis_keys.worker_epoch(pool, worker)
+    return {"fence": fence, "epoch": str(epoch), "prefix": redis_keys.prefix(pool), "worker": worker}
 
 
 def _unfenced(answer: Any) -> Any:

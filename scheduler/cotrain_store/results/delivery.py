@@ -45,6 +45,7 @@ from cotrain_store.redis_client.connection import (
     ChannelSubscriber,
     Connection,
     note_trouble,
+    replies,
 )
 from cotrain_store.redis_client.scripts import async_script
 
@@ -109,7 +110,7 @@ class DeliveryLog:
             some = self._unflushed[:_AT_ONCE]
             rows = [{"tenant": tenant, "request": request} for tenant, request in some]
             try:
-                await self._results_sent([], {"sent": rows})
+                await self._results_sent({"sent": rows})
             except ANY_TROUBLE as trouble:
                 note_trouble("strike off what was sent", trouble)
                 return
@@ -135,15 +136,11 @@ class DeliveryLog:
         owners = await _session_owners(self._redis, {session for _, _, session in read})
         own = [name for name, key_id, session in read if _is_owner(key_id, owners[session])]
         if own:
-            args = {"requests": own, "ttl_ms": redis_keys.READ_RESULT_TTL_MS}
-            await self._results_read([], args)
+            await self._results_read({"requests": own, "ttl_ms": redis_keys.READ_RESULT_TTL_MS})
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._ops.values()}
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for run, pool in runs.items():
-                pipeline.hget(redis_keys.log(pool, run), "last")
-            rows = await pipeline.execute()
+        rows = await replies(self._redis, (("HGET", redis_keys.log(pool, run), "last") for run, pool in runs.items()))
         return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
 
     async def _expire_samples(self, now: float) -> None:
@@ -155,7 +152,7 @@ class DeliveryLog:
         owners = await _session_owners(self._redis, alive)
         read = [name for name, key_id in old if name.session in alive and _is_owner(key_id, owners[name.session])]
         if read:
-            await self._sample_read([], _read_samples([sample_id(*name) for name in read]))
+            await self._sample_read(_read_samples([sample_id(*name) for name in read]))
         for sent in old:
             if sent[0].session in alive or now - self._samples[sent] > _FORGET_AFTER_S:
                 del self._samples[sent]
@@ -233,16 +230,13 @@ class Completions(ChannelSubscriber):
         named = {request: parse_sample(request) for request in requests}
         own = [request for request, name in named.items() if name and name.sampler == sampler.id]
         for start in range(0, len(own), ACKNOWLEDGED_AT_ONCE):
-            await self._read([], _read_samples(own[start : start + ACKNOWLEDGED_AT_ONCE]))
+            await self._read(_read_samples(own[start : start + ACKNOWLEDGED_AT_ONCE]))
 
     async def _ended(self, sampler: SamplerId, clone: int, after: int) -> tuple[list[Completion], int]:
         name, read = redis_keys.completions(sampler, clone), min(after, _LARGEST)
         rows = await self._redis.zrangebyscore(name, f"({read}", "+inf", start=0, num=ENTRIES_AT_ONCE, withscores=True)
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for request in requests:
-                pipeline.hmget(redis_keys.sample(request), ["failed", "size"])
-            facts = await pipeline.execute()
+        facts = await replies(self._redis, (("HMGET", redis_keys.sample(each), "failed", "size") for each in requests))
         ended = [
             Completion(request, failed == b"1", int(size or 0))
             for request, (failed, size) in zip(requests, facts, strict=True)
@@ -283,7 +277,7 @@ async def max_unread(connection: Connection, most: int) -> dict[TenantId, int]:
 
 async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
     """Return the bytes of results never sent of each tenant, as counted by the quota."""
-    sizes = await async_script(connection, "unread_bytes")([], {"tenants": list(tenants)})
+    sizes = await async_script(connection, "unread_bytes")({"tenants": list(tenants)})
     return dict(zip(tenants, sizes, strict=True))
 
 
@@ -299,10 +293,7 @@ def _read_samples(requests: Sequence[str]) -> dict[str, Any]:
 async def _session_owners(connection: Connection, sessions: Iterable[SessionId]) -> dict[SessionId, str]:
     """Return the id of the key that opened each session; "" if none is recorded."""
     asked = sorted(sessions)
-    async with connection.pipeline(transaction=False) as pipeline:
-        for session in asked:
-            pipeline.hget(redis_keys.session(session), "key")
-        rows = await pipeline.execute()
+    rows = await replies(connection, (("HGET", redis_keys.session(session), "key") for session in asked))
     return {session: (row or b"").decode() for session, row in zip(asked, rows, strict=True)}
 
 

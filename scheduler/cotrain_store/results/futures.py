@@ -37,6 +37,7 @@ from cotrain_store.redis_client.connection import (
     Connection,
     clock_ms,
     repeat,
+    replies,
 )
 from cotrain_store.results.delivery import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
 from cotrain_store.results.queue_notice import (
@@ -162,15 +163,9 @@ class Futures(ChannelSubscriber):
             return Pending()
         if value is None:
             return await self._pending(tenant, pool, request)
-        self._note_sent(tenant, request, pool, key_id)
-        try:
-            return await self._whole(value)
-        except SpoolCorrupt as missing:
-            raise RequestNotFound("The result has expired.") from missing
-
-    def _note_sent(self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, key_id: str | None) -> None:
         if key_id is not None:
-            self._deliveries.sent(tenant, request, origin, time.monotonic(), key_id)
+            self._deliveries.sent(tenant, request, pool, time.monotonic(), key_id)
+        return await self._whole(value, RequestNotFound("The result has expired."))
 
     async def _sample_outcome(
         self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float, key_id: str | None
@@ -183,11 +178,9 @@ class Futures(ChannelSubscriber):
         value = value or await self._redis.get(redis_keys.result(request))
         if value is None:
             raise SampleExpired
-        self._note_sent(tenant, request, name, key_id)
-        try:
-            return await self._whole(value)
-        except SpoolCorrupt as missing:
-            raise SampleExpired from missing
+        if key_id is not None:
+            self._deliveries.sent(tenant, request, name, time.monotonic(), key_id)
+        return await self._whole(value, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Return True if a sample request is done; raises SampleExpired for one that may be requested again."""
@@ -249,10 +242,10 @@ class Futures(ChannelSubscriber):
     async def _waiting_before(self, tenant: TenantId, pool: PoolId, request: RequestId) -> int | None:
         """Return the number of the tenant's sample requests waiting before this one; None if it is not waiting."""
         workers = await self._redis.smembers(redis_keys.workers(pool))
-        pipeline = self._redis.pipeline(transaction=False)
-        for queue in (redis_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
-            pipeline.lpos(redis_keys.waiting_samples(pool, queue, tenant), request)
-        return next((found for found in await pipeline.execute() if found is not None), None)
+        queues = (redis_keys.ANY_WORKER, *(worker.decode() for worker in workers))
+        lists = (redis_keys.waiting_samples(pool, queue, tenant) for queue in queues)
+        positions = await replies(self._redis, (("LPOS", waiting, request) for waiting in lists))
+        return next((position for position in positions if position is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
         """Return the reason why a request waits; raises RequestNotFound if it never existed or has expired."""
@@ -308,10 +301,13 @@ class Futures(ChannelSubscriber):
             return False
         return await self._redis.get(redis_keys.result(request)) is None
 
-    async def _whole(self, value: bytes) -> Result:
-        """Return a result with its payload; raises SpoolCorrupt if that is missing."""
+    async def _whole(self, value: bytes, expired: RequestNotFound) -> Result:
+        """Return a result with its payload; raises `expired` if that is missing."""
         result = Result.decode(value)
-        return await asyncio.to_thread(whole_result, result, self._spool) if is_spooled(result) else result
+        try:
+            return await asyncio.to_thread(whole_result, result, self._spool) if is_spooled(result) else result
+        except SpoolCorrupt as missing:
+            raise expired from missing
 
     async def _receive(self, message: bytes | None) -> None:
         """Resolve the requests in the message, or all after a (re)subscription."""

@@ -1,17 +1,16 @@
 """Notices for waiting requests: the position in the queue, the expected time, and a missing seq before them."""
 
-import json
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WEIGHT, PlanPolicy, restoring_text
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.redis_client.connection import Connection
-from cotrain_store.tenants.policies import read_pauses, read_weights
+from cotrain_store.tenants.policies import read_policy
 
 #: Lifetime of a read backlog. Thousands of polls end at once, and numbers that are 1 s old suffice.
 KEPT_S = 1.0
@@ -120,35 +119,17 @@ class Backlogs:
         return backlog
 
     async def _now(self, pool: PoolId) -> Backlog:
-        tenants = _names(await self._redis.smembers(redis_keys.queue_tenants(pool)))
-        workers = _names(await self._redis.smembers(redis_keys.workers(pool)))
-        pipeline = self._redis.pipeline(transaction=False)
-        for name in tenants:
-            pipeline.hget(redis_keys.queue(pool, TenantId(name)), "tokens")
-            pipeline.hmget(redis_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"])
-        for name in workers:
-            pipeline.get(redis_keys.worker(pool, WorkerId(name)))
-        rows: list[Any] = await pipeline.execute()
-        policy = PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
-        queued, given = rows[: 2 * len(tenants)], rows[2 * len(tenants) :]
-        loads = dict(zip(map(TenantId, tenants), queued[1::2], strict=True))
-        heartbeats = [json.loads(row) for row in given if row]
+        status = await pool_status(self._redis, pool)
         return Backlog(
-            tokens={TenantId(n): int(row or 0) for n, row in zip(tenants, queued[::2], strict=True)},
-            samples={tenant: sum(int(count or 0) for count in load[:2]) for tenant, load in loads.items()},
-            workers=len(heartbeats),
-            tokens_per_s=sum(each["tokens_per_s"] for each in heartbeats),
-            policy=policy,
-            sample_tokens={tenant: int(load[2] or 0) for tenant, load in loads.items()},
-            sample_tokens_per_s=sum(each.get("sample_tokens_per_s", 0.0) for each in heartbeats),
-            restoring={
-                WorkerId(each["id"]): text for each in heartbeats if (text := restoring_text(each.get("restoring")))
-            },
+            tokens={queue.tenant: queue.tokens for queue in status.queues},
+            samples={queue.tenant: queue.samples_waiting + queue.samples_running for queue in status.queues},
+            workers=len(status.workers),
+            tokens_per_s=sum(worker.tokens_per_s for worker in status.workers),
+            policy=await read_policy(self._redis),
+            sample_tokens={queue.tenant: queue.sample_tokens for queue in status.queues},
+            sample_tokens_per_s=sum(worker.sample_tokens_per_s for worker in status.workers),
+            restoring={each.id: text for each in status.workers if (text := restoring_text(each.restoring))},
         )
-
-
-def _names(members: set[bytes]) -> list[str]:
-    return sorted(member.decode() for member in members)
 
 
 async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: int) -> int:

@@ -20,7 +20,7 @@ from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import Result, ResultKind, SampleUsage
 from cotrain_store.redis_client.connection import SyncConnection
-from cotrain_store.redis_client.scripts import sync_script
+from cotrain_store.redis_client.scripts import sync_script, worker_args
 from cotrain_store.usage import minute_of, sample_counts, sampling_amounts, usage_hour
 
 
@@ -54,8 +54,7 @@ class SampleClaims:
         self._results = results
         self._pool = pool
         self._worker = worker
-        self._epoch = epoch
-        self._epoch_key = redis_keys.worker_epoch(pool, worker)
+        self._own = worker_args(pool, worker, epoch)
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(connection, "sample_requeue")
@@ -79,18 +78,12 @@ class SampleClaims:
         A tenant gets at most `max_of_tenant` requests, including those that `waiting` counts for it. After a lost
         connection, or an OSError, the next call returns the same requests again.
         """
-        pool, me = self._pool, self._worker
-        script_keys = [
-            self._epoch_key, redis_keys.sample_ring(pool), redis_keys.claimed_samples(pool, me),
-            redis_keys.workers(pool), redis_keys.last_claim(pool, me),
-        ]  # fmt: skip
         args = {
-            "epoch": str(self._epoch), "prefix": redis_keys.prefix(pool), "worker": me,
-            "any_worker": redis_keys.ANY_WORKER, "most": most, "token": self._claim_token,
+            **self._own, "any_worker": redis_keys.ANY_WORKER, "most": most, "token": self._claim_token,
             "max_of_tenant": most if max_of_tenant is None else max_of_tenant,
             "waiting": dict(waiting),
         }  # fmt: skip
-        rows = self._claim(script_keys, args)
+        rows = self._claim(args)
         claimed = [self._claimed(row) for row in rows]
         # Only now, so that requests that could not be read are returned again.
         self._claim_token = secrets.token_hex(8)
@@ -111,10 +104,6 @@ class SampleClaims:
         The first result of each request wins. The counts in `counted` are added to the pool's totals unless no result
         was new. A repeated call therefore changes nothing. The amounts in `usage` are added to the tenants' usage.
         """
-        script_keys = [
-            self._epoch_key, redis_keys.spool_segment_refs(), redis_keys.notify_results(),
-            redis_keys.counters(self._pool),
-        ]  # fmt: skip
 
         def resolve(encoded: Sequence[tuple[bytes, int]]) -> bytes:
             ended = [
@@ -127,12 +116,12 @@ class SampleClaims:
                 for (request, result), (_, ttl_ms) in zip(results.items(), encoded, strict=True)
             ]  # fmt: skip
             args = {
-                "epoch": str(self._epoch), "requests": ended, "counted": dict(counted), "lives": TTL_MS,
+                **self._own, "requests": ended, "counted": dict(counted), "lives": TTL_MS,
                 "hour": usage_hour(time.time()), "usage_ttl_s": redis_keys.USAGE_TTL_S,
                 "minute": redis_keys.minute(self._pool, minute_of(time.time())),
                 "minute_ttl_s": redis_keys.MINUTE_TTL_S,
             }  # fmt: skip
-            answer: bytes = self._resolve(script_keys, args, *(value for value, _ in encoded))
+            answer: bytes = self._resolve(args, *(value for value, _ in encoded))
             return answer
 
         stored_results(list(results.values()), self._results, resolve)
@@ -148,13 +137,8 @@ class SampleClaims:
         return sorted(RequestId(member.decode()) for member in members)
 
     def _put_back(self, *, crashes: int) -> int:
-        script_keys = [self._epoch_key, redis_keys.spool_segment_refs(), redis_keys.notify_results()]
-        args = {
-            "epoch": str(self._epoch), "prefix": redis_keys.prefix(self._pool), "worker": self._worker,
-            "crashes": crashes, "cancel": CANCEL, "lives": TTL_MS,
-        }  # fmt: skip
-        count = self._requeue(script_keys, args)
-        return int(count)
+        args = {**self._own, "crashes": crashes, "cancel": CANCEL, "lives": TTL_MS}
+        return int(self._requeue(args))
 
     def _claimed(self, row: Sequence[bytes | None]) -> ClaimedSample:
         request, tenant, sampler, weights, ref, at = ((row[column] or b"").decode() for column in (0, 1, 2, 3, 4, 6))

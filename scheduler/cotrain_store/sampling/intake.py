@@ -20,6 +20,7 @@ from cotrain_store.messages.ids import (
     OWN_SEQS,
     RequestId,
     SamplerId,
+    SessionId,
     TenantId,
     WeightsRef,
     parse_sample,
@@ -30,18 +31,7 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs_and_traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.policies import LimitsOf
-
-
-@dataclass(frozen=True)
-class SampleLimits:
-    """Limits of one tenant on waiting and running sample requests in one pool."""
-
-    requests: int = 4_096
-    bytes: int = 256_000_000
-    unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
-    tokens: int = 16_000_000
-    """Tokens of prompts and of their longest samples (`token_limit`); a single request is always accepted."""
+from cotrain_store.tenants.quotas import Quotas, QuotasOf
 
 
 @dataclass(frozen=True)
@@ -50,6 +40,7 @@ class SampleSubmission:
 
     request: RequestId
     tenant: TenantId
+    session: SessionId
     sampler: SamplerId
     weights: WeightsRef  # empty for the base model alone
     clone: str
@@ -62,7 +53,8 @@ class SampleSubmission:
     accepted_at: str  # time in s, as text, because it is stored unchanged
     prefix: str
     idle_ms: int
-    limits: SampleLimits
+    limits: Quotas
+    max_unread_bytes: int
     trace: str | None  # span of its request, as a `traceparent`, if the request is traced
     any_worker: str = redis_keys.ANY_WORKER
 
@@ -70,10 +62,8 @@ class SampleSubmission:
 class SampleIntake:
     """Accepts and cancels sample requests."""
 
-    def __init__(
-        self, connection: Connection, spool: Spool, limits_of: LimitsOf[SampleLimits], disk_reserve_bytes: int = 0
-    ) -> None:
-        self._limits_of = limits_of
+    def __init__(self, connection: Connection, spool: Spool, quotas_of: QuotasOf, disk_reserve_bytes: int = 0) -> None:
+        self._quotas_of = quotas_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "sample_submit")
         self._cancel = async_script(connection, "sample_cancel")
@@ -121,33 +111,25 @@ class SampleIntake:
         """
         if parse_sample(request) is None:
             return
-        script_keys = [redis_keys.sample(request), redis_keys.spool_segment_refs(), redis_keys.notify_results()]
         args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": TTL_MS}
-        await self._cancel(script_keys, args)
+        await self._cancel(args)
 
     async def _accept(
         self, sampler: SamplerRecord, request: RequestId, seq: int, content: bytes, tokens: int, ref: str | None
     ) -> bytes:
         pool, tenant = sampler.pool, sampler.tenant
-        limits = await self._limits_of(tenant)
-        weights = sampler.weights or WeightsRef("")
-        script_keys = [
-            redis_keys.sample(request), redis_keys.sampler(sampler.id),
-            redis_keys.session(sampler.session), redis_keys.weights(weights),
-            redis_keys.sample_load(pool, tenant), redis_keys.queue_tenants(pool),
-            redis_keys.sample_ring(pool), redis_keys.spool_segment_refs(),
-            redis_keys.workers(pool),
-        ]  # fmt: skip
-        unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
+        quotas = await self._quotas_of(tenant)
         asked = SampleSubmission(
-            request=request, tenant=tenant, sampler=sampler.id, weights=weights, clone=_clone(seq),
+            request=request, tenant=tenant, session=sampler.session, sampler=sampler.id,
+            weights=sampler.weights or WeightsRef(""), clone=_clone(seq),
             digest=hashlib.sha256(content).hexdigest(), size=len(content), tokens=tokens, ref=ref,
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=redis_keys.prefix(pool),
             idle_ms=redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
-            limits=replace(limits, unread_bytes=unread_bytes), trace=current_traceparent() or None,
+            limits=quotas, max_unread_bytes=self._capacity.unread_bytes(quotas.unread_bytes),
+            trace=current_traceparent() or None,
         )  # fmt: skip
-        answer: bytes = await self._submit(script_keys, asked, content if ref == "inline" else b"")
+        answer: bytes = await self._submit(asked, content if ref == "inline" else b"")
         return answer
 
 

@@ -2,7 +2,7 @@
 local args = cjson.decode(ARGV[1])
 local lines = {}
 
-for n, stream in ipairs(KEYS) do
+for n, stream in ipairs(args.streams) do
   lines[n] = redis.call('XADD', stream, 'MAXLEN', '~', args.kept, '*', 'event', args.event, 'details', args.details,
     'tenant', args.tenant, 'key_id', args.key_id, 'key_name', args.key_name)
 end

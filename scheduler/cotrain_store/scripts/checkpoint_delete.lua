@@ -1,7 +1,7 @@
 -- checkpoint_delete: delete a name. Its weights are deleted once nothing else uses them.
 -- needs: checkpoint_index, weights_release
-local checkpoint = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
+local checkpoint = 'cotrain:checkpoint:' .. args.member
 
 local text = redis.call('GET', checkpoint)
 if not text or cjson.decode(text).tenant ~= args.tenant then

@@ -1,10 +1,10 @@
 -- checkpoint_replace: replace a checkpoint if it has not changed since the writer read it.
 -- needs: checkpoint_index
-local checkpoint = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
+local after = cjson.decode(args.after)
 
-if redis.call('GET', checkpoint) ~= args.before then
+if redis.call('GET', 'cotrain:checkpoint:' .. member_of(after)) ~= args.before then
   return 'OUTDATED'
 end
-write_checkpoint(args.after, cjson.decode(args.after))
+write_checkpoint(args.after, after)
 return 'OK'

@@ -1,17 +1,13 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind, spool_refs
+-- needs: fence, counts, idle_tenant, unread, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind, spool_refs
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
-local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
--- Decode before any write, because the writes of a failed script are not undone.
-local args, record, RESULTS = cjson.decode(ARGV[1]), ARGV[2], 2
-local epoch, prefix, cycle, numerics = args.epoch, args.prefix, args.cycle, args.numerics
+local record, RESULTS = ARGV[2], 2
+local prefix, cycle, numerics = args.prefix, args.cycle, args.numerics
+local open = prefix .. 'open:' .. args.worker
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
@@ -158,7 +154,7 @@ for i, op in ipairs(args.ops) do
     if op.released == 'inline' then
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
     else
-      release_segment(refs, op.released)
+      release_segment(op.released)
     end
     if op.envelope then
       redis.call('HSET', prefix .. 'ops:' .. run, seq, op.envelope)
@@ -180,7 +176,7 @@ for _, part in ipairs(args.back) do
   note_change(prefix, run)
   if row[1] == 'live' then
     if part.begun > 0 then
-      redis.call('HSET', log, 'begun', part.seq .. ':' .. part.begun .. ':' .. epoch)
+      redis.call('HSET', log, 'begun', part.seq .. ':' .. part.begun .. ':' .. args.epoch)
     end
     redis.call('ZADD', prefix .. 'ready', 'NX', part.waits_since_ms, run)
     -- Ops after a gap wait for this op first. They are therefore not part of a gap yet, and count as queued.
@@ -195,24 +191,22 @@ for tenant in pairs(served) do
   strike_if_idle(prefix, tenant)
 end
 redis.call('HDEL', open, cycle)
-redis.call('HDEL', starts, cycle)
-for _, part in ipairs(redis.call('HKEYS', crash_counts)) do
+redis.call('HDEL', prefix .. 'starts', cycle)
+for _, part in ipairs(redis.call('HKEYS', prefix .. 'deaths')) do
   local run, seq = string.match(part, '^([^.]*):(%d+)')
   if done[run] and tonumber(seq) <= done[run] then -- keep the counts of ops that return and run again
-    redis.call('HDEL', crash_counts, part)
+    redis.call('HDEL', prefix .. 'deaths', part)
   end
 end
-for name, value in pairs(args.counted) do
-  redis.call('HINCRBYFLOAT', counters, name, value)
-end
+add_counters(prefix, args.counted)
 add_minute(args.minute, args.minute_counts, args.minute_ttl_s)
 for usage, fields in pairs(args.used) do
   for field, amount in pairs(fields) do
     add_usage(usage, field, amount, args.usage_ttl_s)
   end
 end
-redis.call('LPUSH', cycles, record)
-redis.call('LTRIM', cycles, 0, args.cycles_kept - 1)
-redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
-redis.call('PUBLISH', wake, 'free ' .. string.match(prefix, '{.*$'))
+redis.call('LPUSH', prefix .. 'cycles', record)
+redis.call('LTRIM', prefix .. 'cycles', 0, args.cycles_kept - 1)
+redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
+redis.call('PUBLISH', 'cotrain:notify:scheduler', 'free ' .. string.match(prefix, '{.*$'))
 return 'OK'

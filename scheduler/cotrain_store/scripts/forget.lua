@@ -1,13 +1,9 @@
 -- forget: delete the log of a closed run that its worker has dropped. Refused while an op of it is planned, or
 -- while only the log can recreate the weights of a save.
--- needs: run_bytes, spool_refs
-local epoch_key, log, ops, bodies, digests, refs, drops, unnumbered = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-local epoch, run = args.epoch, args.run
+-- needs: fence, run_bytes, spool_refs
+local prefix, run = args.prefix, args.run
+local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 local row = redis.call('HMGET', log, 'next', 'done')
 if row[1] and tonumber(row[1]) > tonumber(row[2]) + 1 then
   return 'PLANNED'
@@ -21,10 +17,10 @@ local logged = redis.call('HGETALL', ops)
 for i = 1, #logged, 2 do
   local seq, envelope = logged[i], logged[i + 1]
   redis.call('HDEL', log, 'step:' .. seq, 'rewind:' .. seq)
-  release_body(refs, envelope)
+  release_body(envelope)
 end
-redis.call('DEL', ops, bodies, digests, unnumbered)
+redis.call('DEL', ops, prefix .. 'bodies:' .. run, prefix .. 'digests:' .. run, prefix .. 'riders:' .. run)
 redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files are now unreferenced
 release_run(log)
-redis.call('SREM', drops, run)
+redis.call('SREM', prefix .. 'drops:' .. args.worker, run)
 return 'OK'

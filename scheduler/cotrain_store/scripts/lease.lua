@@ -1,6 +1,6 @@
--- lease: acquire or renew the scheduler's lease. A new holder gets a new epoch, which fences the old one.
-local lease, epoch = unpack(KEYS)
+-- lease: acquire or renew the lease of a role. A new holder gets a new epoch, which fences the old one.
 local args = cjson.decode(ARGV[1])
+local lease, epoch = args.lease, args.fence
 
 local holder = redis.call('GET', lease)
 if holder == args.name and redis.call('GET', epoch) == args.epoch then

@@ -1,15 +1,11 @@
 -- plan: write one worker's step of a cycle and advance its runs. Atomic.
 -- Fenced by the scheduler's epoch. Refused if the queue has changed since planning, or the worker hands over.
--- needs: ages
+-- needs: fence, ages
 -- The step follows `args`. `args.runs` has the first seq and the logged ops of each run. The scheduler has read
 -- all changes up to `args.seen`, so they are deleted.
-local epoch_key, counter, open, ready, gaps, wake, changed = unpack(KEYS)
-local args, step = cjson.decode(ARGV[1]), ARGV[2]
-local epoch, prefix, worker, cycle = args.epoch, args.prefix, args.worker, args.cycle
+local prefix, worker, cycle, step = args.prefix, args.worker, args.cycle, ARGV[2]
+local counter, open = prefix .. 'cycle', prefix .. 'open:' .. worker
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 if tonumber(redis.call('GET', counter) or 0) ~= cycle - 1 or redis.call('HLEN', open) >= args.max_open then
   return 'OUTDATED'
 end
@@ -37,16 +33,16 @@ for _, part in ipairs(args.runs) do
   local log = prefix .. 'log:' .. run
   redis.call('HSET', log, 'next', next_seq, 'worker', worker)
   if redis.call('HEXISTS', prefix .. 'ops:' .. run, next_seq) == 0 then
-    redis.call('ZREM', ready, run)
+    redis.call('ZREM', prefix .. 'ready', run)
     if tonumber(redis.call('HGET', log, 'last')) >= next_seq then
-      redis.call('ZADD', gaps, 'NX', clock_in(0), run)
+      redis.call('ZADD', prefix .. 'gaps', 'NX', clock_in(0), run)
     end
   else
-    redis.call('ZADD', ready, 'XX', args.planned_ms, run) -- its run was served now
+    redis.call('ZADD', prefix .. 'ready', 'XX', args.planned_ms, run) -- its run was served now
   end
 end
-redis.call('ZREMRANGEBYSCORE', changed, '-inf', args.seen)
+redis.call('ZREMRANGEBYSCORE', prefix .. 'changed', '-inf', args.seen)
 redis.call('SET', counter, cycle)
 redis.call('HSET', open, cycle, step)
-redis.call('PUBLISH', wake, cycle)
+redis.call('PUBLISH', prefix .. 'notify:' .. worker, cycle)
 return 'OK'

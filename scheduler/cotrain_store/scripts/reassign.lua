@@ -1,22 +1,17 @@
 -- reassign: transfer the work of a worker without a heartbeat to its successor, another worker of its pool.
 -- Fenced by the scheduler's epoch and by the lost worker's own. The latter is increased, which fences the lost
 -- worker's process in case it still runs. Idempotent.
--- needs: sample_put_back, changed
+-- needs: fence, sample_put_back, pool_leave, changed
 -- The successor receives the work that one worker must do: open steps, unstored weights, and the runs of both.
 -- The other runs have no worker afterwards, because the lost one is removed from the workers.
-local scheduler_epoch, workers, dead_epoch, dead_heartbeat, successor_heartbeat, refs, notify, counters =
-  unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-local prefix, dead, successor, any_worker = args.prefix, args.dead, args.successor, args.any_worker
+local prefix, dead, successor = args.prefix, args.dead, args.successor
+local dead_epoch = prefix .. 'epoch:' .. dead
 
-if redis.call('GET', scheduler_epoch) ~= args.epoch then
-  return 'FENCED'
-end
-if redis.call('SISMEMBER', workers, dead) == 0 then
+if redis.call('SISMEMBER', prefix .. 'workers', dead) == 0 then
   return 'OK'
 end
-if redis.call('GET', dead_epoch) ~= args.seen_epoch or redis.call('EXISTS', dead_heartbeat) == 1
-  or redis.call('EXISTS', successor_heartbeat) == 0 then
+if redis.call('GET', dead_epoch) ~= args.seen_epoch or redis.call('EXISTS', prefix .. 'worker:' .. dead) == 1
+  or redis.call('EXISTS', prefix .. 'worker:' .. successor) == 0 then
   return 'OUTDATED'
 end
 local open, runs = redis.call('HGETALL', prefix .. 'open:' .. dead), {}
@@ -27,7 +22,6 @@ for i = 2, #open, 2 do -- before any write: those of a failed script are not und
 end
 
 redis.call('INCR', dead_epoch)
-redis.call('SREM', workers, dead)
 for i = 1, #open, 2 do -- unchanged: a step of another worker counts as crashed
   redis.call('HSET', prefix .. 'open:' .. successor, open[i], open[i + 1])
 end
@@ -52,25 +46,10 @@ for run in pairs(runs) do
 end
 
 local resolved = {}
-put_back(prefix, dead, 1, refs, args.lives, args.cancel, resolved)
-for _, tenant in ipairs(redis.call('SMEMBERS', prefix .. 'tenants')) do
-  local waiting = prefix .. 'waiting:' .. dead .. ':' .. tenant
-  local request = redis.call('RPOP', waiting)
-  while request do
-    local sample = 'cotrain:sample:' .. request
-    local weights = redis.call('HGET', sample, 'weights')
-    local is_unstored = redis.call('HGET', 'cotrain:weights:' .. weights, 'digest') == ''
-    local queue = is_unstored and successor or any_worker
-    redis.call('HSET', sample, 'lane', queue)
-    redis.call('LPUSH', prefix .. 'waiting:' .. queue .. ':' .. tenant, request)
-    request = redis.call('RPOP', waiting)
-  end
-end
-
-local drops, its_drops = prefix .. 'drops:' .. successor, prefix .. 'drops:' .. dead
-redis.call('SUNIONSTORE', drops, drops, its_drops)
-redis.call('DEL', prefix .. 'open:' .. dead, unstored, its_drops)
-redis.call('HINCRBY', counters, 'reassignments', 1)
-redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
+put_back(prefix, dead, 1, args.lives, args.cancel, resolved)
+leave_pool(prefix, dead, successor, args.any_worker)
+redis.call('DEL', prefix .. 'open:' .. dead, unstored)
+redis.call('HINCRBY', prefix .. 'counters', 'reassignments', 1)
+redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 redis.call('PUBLISH', prefix .. 'notify:' .. successor, 'successor')
 return 'OK'

@@ -1,8 +1,9 @@
 -- run_label: write the note or the tags of a run, which was read through its tenant. The bytes count as records.
 -- needs: records
 -- A note or tags that are not in `args` stay unchanged. Idempotent.
-local record_key, labelled = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
+local record_key = 'cotrain:run:' .. args.run
+local labelled = 'cotrain:tenant:' .. args.tenant .. ':labelled_runs'
 
 if redis.call('EXISTS', record_key) == 0 then
   return 'GONE'

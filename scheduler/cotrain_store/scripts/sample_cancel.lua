@@ -1,17 +1,16 @@
 -- sample_cancel: cancel a sample request. A waiting request ends here, and a running one ends on its worker.
 -- A request that is unknown, another tenant's or done stays unchanged.
 -- needs: sample_finish
-local sample, refs, notify = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local request, cancel = args.request, args.cancel
 
-local row = redis.call('HMGET', sample, 'tenant', 'state', 'prefix', 'holder')
+local row = redis.call('HMGET', 'cotrain:sample:' .. request, 'tenant', 'state', 'prefix', 'holder')
 if row[1] ~= args.tenant then
   return 'UNKNOWN'
 end
 if row[2] == 'waiting' then
-  finish(refs, args.lives, request, cancel.result, cancel.ttl_ms, 1, cancel.size)
-  redis.call('PUBLISH', notify, request)
+  finish(args.lives, request, cancel.result, cancel.ttl_ms, 1, cancel.size)
+  redis.call('PUBLISH', 'cotrain:notify:results', request)
 elseif row[2] == 'claimed' then
   local prefix, worker = row[3], row[4]
   redis.call('SADD', prefix .. 'cancelled:' .. worker, request)

@@ -5,13 +5,10 @@
 -- Paused tenants are skipped.
 -- Each row includes the current weight of the tenant, which the decoder applies.
 -- A repeated token means that the answer to a claim was lost, so the same answer is returned.
-local epoch_key, ring, claimed, workers, last_claim = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-local epoch, prefix, me, any_worker, token = args.epoch, args.prefix, args.worker, args.any_worker, args.token
+-- needs: fence
+local prefix, me, any_worker, token = args.prefix, args.worker, args.any_worker, args.token
+local ring, last_claim = prefix .. 'sample_ring', prefix .. 'last_claim:' .. me
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 
 local function rows_of(requests)
   local rows = {}
@@ -31,7 +28,7 @@ if table.remove(before, 1) == token then
 end
 
 local dead = {}
-for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
+for _, worker in ipairs(redis.call('SMEMBERS', prefix .. 'workers')) do
   if worker ~= me and redis.call('EXISTS', prefix .. 'worker:' .. worker) == 0 then
     dead[#dead + 1] = worker
   end
@@ -75,7 +72,7 @@ while #requests < args.most and at <= #tenants do
       tenants[#tenants + 1] = tenant
     end
     redis.call('HINCRBY', load, 'running', 1)
-    redis.call('RPUSH', claimed, request)
+    redis.call('RPUSH', prefix .. 'claimed:' .. me, request)
     redis.call('HSET', 'cotrain:sample:' .. request, 'state', 'claimed', 'holder', me)
     requests[#requests + 1] = request
   end

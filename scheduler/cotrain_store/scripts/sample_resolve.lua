@@ -1,15 +1,9 @@
 -- sample_resolve: store the results of sample requests. The first result of each is kept. Idempotent.
 -- Fenced by the worker's epoch.
--- needs: minute_add, failure_add, unread, usage_add, sample_finish, swept
+-- needs: fence, counts, unread, sample_finish, swept
 -- The results follow `args`, in the order of `args.requests`.
-local epoch_key, refs, notify, counters = unpack(KEYS)
--- Decode before any write, because the writes of a failed script are not undone.
-local args, RESULTS = cjson.decode(ARGV[1]), 1
-local epoch = args.epoch
+local RESULTS = 1
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 for i in ipairs(args.requests) do
   if is_result_swept(ARGV[RESULTS + i]) then
     return 'SWEPT'
@@ -18,8 +12,7 @@ end
 local resolved = {}
 for i, ended in ipairs(args.requests) do
   local request, ttl_ms = ended.request, ended.ttl_ms
-  local tenant =
-    finish(refs, args.lives, request, ARGV[RESULTS + i], ttl_ms, ended.failed, ended.result_bytes)
+  local tenant = finish(args.lives, request, ARGV[RESULTS + i], ttl_ms, ended.failed, ended.result_bytes)
   if tenant then
     resolved[#resolved + 1] = request
     note_unread(tenant, request, ended.result_bytes, ttl_ms)
@@ -36,9 +29,7 @@ for i, ended in ipairs(args.requests) do
   end
 end
 if #resolved > 0 then -- a repeat is not counted
-  for name, value in pairs(args.counted) do
-    redis.call('HINCRBYFLOAT', counters, name, value)
-  end
-  redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
+  add_counters(args.prefix, args.counted)
+  redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 end
 return 'OK'

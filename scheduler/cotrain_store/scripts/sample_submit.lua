@@ -2,9 +2,10 @@
 -- and ROOM is returned if it would be.
 -- needs: unread, samplers, swept
 -- It is added to the queue of the worker with its unstored weights, else to the queue of all workers.
-local sample, sampler, session, weights_key, load, tenants, ring, refs, workers = unpack(KEYS)
 local args, body = cjson.decode(ARGV[1]), ARGV[2]
 local request, tenant, prefix, size, max = args.request, args.tenant, args.prefix, args.size, args.limits
+local sample, sampler = 'cotrain:sample:' .. request, 'cotrain:sampler:' .. args.sampler
+local load = prefix .. 'samples:' .. tenant
 
 local known = redis.call('HGET', sample, 'digest')
 if known then
@@ -13,12 +14,12 @@ end
 if redis.call('EXISTS', sampler) == 0 then
   return 'GONE'
 end
-if redis.call('HEXISTS', session, 'finished_at') == 1 then
+if redis.call('HEXISTS', 'cotrain:session:' .. args.session, 'finished_at') == 1 then
   return 'FINISHED'
 end
 local queue = args.any_worker
 if args.weights ~= '' then
-  local row = redis.call('HMGET', weights_key, 'worker', 'digest')
+  local row = redis.call('HMGET', 'cotrain:weights:' .. args.weights, 'worker', 'digest')
   if not row[1] then
     return 'GONE'
   end
@@ -26,13 +27,13 @@ if args.weights ~= '' then
 end
 local used = redis.call('HMGET', load, 'waiting', 'running', 'bytes', 'tokens')
 local requests = tonumber(used[1] or 0) + tonumber(used[2] or 0)
-if requests >= max.requests or tonumber(used[3] or 0) + size > max.bytes then
+if requests >= max.samples or tonumber(used[3] or 0) + size > max.bytes then
   return 'BUSY'
 end
-if requests > 0 and tonumber(used[4] or 0) + args.tokens > max.tokens then
+if requests > 0 and tonumber(used[4] or 0) + args.tokens > max.sample_tokens then
   return 'TOKENS'
 end
-if unread_bytes(tenant) >= max.unread_bytes then
+if unread_bytes(tenant) >= args.max_unread_bytes then
   return 'UNREAD'
 end
 if not args.ref then
@@ -49,21 +50,21 @@ if args.trace then
   redis.call('HSET', sample, 'trace', args.trace)
 end
 if args.segment then
-  redis.call('HINCRBY', refs, args.segment, 1)
+  redis.call('HINCRBY', 'cotrain:spool:refs', args.segment, 1)
 else
   redis.call('HSET', sample, 'body', body)
 end
 redis.call('RPUSH', prefix .. 'waiting:' .. queue .. ':' .. tenant, request)
 if redis.call('HINCRBY', load, 'waiting', 1) == 1 then
-  redis.call('RPUSH', ring, tenant)
+  redis.call('RPUSH', prefix .. 'sample_ring', tenant)
 end
 redis.call('HINCRBY', load, 'bytes', size)
 redis.call('HINCRBY', load, 'tokens', args.tokens)
-redis.call('SADD', tenants, tenant)
+redis.call('SADD', prefix .. 'tenants', tenant)
 end_after(sampler, args.idle_ms)
 list_sampler(tenant, args.sampler, args.idle_ms)
 if queue == args.any_worker then
-  for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
+  for _, worker in ipairs(redis.call('SMEMBERS', prefix .. 'workers')) do
     redis.call('PUBLISH', prefix .. 'notify:' .. worker, 'sample')
   end
 else

@@ -1,7 +1,7 @@
 -- session: open a session, or return the existing one. It counts as live while its client sends heartbeats.
 -- needs: records
-local session, of_tenant, living = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
+local session, living = 'cotrain:session:' .. args.session, 'cotrain:tenant:' .. args.tenant .. ':living_sessions'
 
 if redis.call('EXISTS', session) == 0 then
   redis.call('ZREMRANGEBYSCORE', living, '-inf', args.now_ms)
@@ -13,7 +13,7 @@ if redis.call('EXISTS', session) == 0 then
   end
   count_record(args.tenant, args.record)
   redis.call('HSET', session, 'record', args.record, 'key', args.key)
-  redis.call('ZADD', of_tenant, args.created_at, args.session)
+  redis.call('ZADD', 'cotrain:tenant:' .. args.tenant .. ':sessions', args.created_at, args.session)
   redis.call('ZADD', living, string.format('%.0f', args.now_ms + args.heartbeat_ttl_ms), args.session)
 end
 return 'OK'

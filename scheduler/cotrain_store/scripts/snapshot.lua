@@ -2,15 +2,10 @@
 -- only up to its seq. If the newest file is lost, replay takes longer but is possible.
 -- Fenced by the worker's epoch. The base never moves past the last commit, never backwards, and never past a save
 -- with unstored weights, because only the log can recreate them.
--- needs: log_cut, run_bytes
-local epoch_key, log, ops, bodies, digests, refs = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-local epoch, run, seq, file = args.epoch, args.run, args.seq, args.file
-local of_run = { log = log, ops = ops, bodies = bodies, digests = digests, refs = refs }
+-- needs: fence, log_cut, run_bytes
+local prefix, run, seq, file = args.prefix, args.run, args.seq, args.file
+local log = prefix .. 'log:' .. run
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'oldsnap', 'numerics', 'rewound')
 local snap, done = tonumber(row[1] or -1), tonumber(row[2] or -1)
 if not row[1] or seq < 0 or seq < snap or seq > done or seq < tonumber(row[7] or -1) then
@@ -29,7 +24,7 @@ for covered = snap + 1, seq do
   end
 end
 note_copy(log, args.size)
-cut_log(of_run, tonumber(row[5] or -1) + 1, snap, args.digests_kept)
+cut_log(prefix, run, tonumber(row[5] or -1) + 1, snap, args.digests_kept)
 redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'oldsnap', snap,
   'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')
 if seq == done then

@@ -4,12 +4,12 @@
 -- Returns the outcome and the op's seq in the log. A client numbers its own ops. An unnumbered op gets the seq after
 -- all accepted ops, and later ops of the client are shifted behind it.
 -- Without an envelope nothing is accepted, and ROOM is returned if it would be.
-local KEYS_OF_AN_OP = 16
-
-local function submit(keys, args, body, save_body)
-  local record_key, log, ops, bodies, digests, ready, gaps, queue, queue_tenants, refs, session_runs,
-    tenant_runs, wake, unnumbered, training_runs, all_runs = unpack(keys)
-  local run, tenant, seq, op, save, max = args.run, args.tenant, args.seq, args.op, args.save, args.limits
+local function submit(args, body, save_body)
+  local prefix, run, tenant = 'cotrain:' .. args.pool_tag, args.run, args.tenant
+  local log, ops, digests = prefix .. 'log:' .. run, prefix .. 'ops:' .. run, prefix .. 'digests:' .. run
+  local queue, unnumbered = prefix .. 'queue:' .. tenant, prefix .. 'riders:' .. run
+  local record_key, tenant_runs = 'cotrain:run:' .. run, 'cotrain:tenant:' .. tenant .. ':runs'
+  local seq, op, save, max = args.seq, args.op, args.save, args.limits
   local ops_added = save and 2 or 1
 
   local state = redis.call('HGET', log, 'state')
@@ -61,7 +61,7 @@ local function submit(keys, args, body, save_body)
     or tonumber(queued[3] or 0) + bytes_added > max.bytes) then
     return { 'BUSY', tonumber(queued[1] or 0), tonumber(queued[2] or 0), tonumber(queued[3] or 0) }
   end
-  if unread_bytes(tenant) >= max.unread_bytes then
+  if unread_bytes(tenant) >= args.max_unread_bytes then
     return { 'UNREAD' }
   end
   local only_on -- the worker that alone has the weights until they are stored
@@ -87,16 +87,15 @@ local function submit(keys, args, body, save_body)
     redis.call('HSET', record_key, 'record', args.record)
     count_record(tenant, args.record)
     redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
-    local prefix = 'cotrain:' .. args.pool_tag
     redis.call('HINCRBY', prefix .. 'counters', 'runs_made', 1)
-    redis.call('SADD', session_runs, run)
+    redis.call('SADD', 'cotrain:session:' .. args.session .. ':runs', run)
     redis.call('SADD', tenant_runs, run)
     redis.call('HSET', 'cotrain:tenant:' .. tenant .. ':history', 'quota', max.history_points)
     if args.weighs then
       hold_run(log, tenant, args.weighs.bytes, args.weighs.disk_bytes)
     end
-    redis.call('ZADD', training_runs, args.created_at, run)
-    redis.call('ZADD', all_runs, args.created_at, run)
+    redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':training_runs', args.created_at, run)
+    redis.call('ZADD', 'cotrain:training_runs', args.created_at, run)
     if only_on then
       redis.call('HSET', log, 'worker', only_on, 'source', args.uses[1])
     end
@@ -120,9 +119,9 @@ local function submit(keys, args, body, save_body)
     redis.call('HSET', ops, at, kept.envelope)
     redis.call('HSET', digests, at, kept.digest)
     if kept.segment then
-      redis.call('HINCRBY', refs, kept.segment, 1)
+      redis.call('HINCRBY', 'cotrain:spool:refs', kept.segment, 1)
     else
-      redis.call('HSET', bodies, at, its_body)
+      redis.call('HSET', prefix .. 'bodies:' .. run, at, its_body)
     end
     if at > tonumber(redis.call('HGET', log, 'last')) then
       redis.call('HSET', log, 'last', at)
@@ -136,17 +135,18 @@ local function submit(keys, args, body, save_body)
   redis.call('HINCRBY', queue, 'ops', ops_added)
   redis.call('HINCRBY', queue, 'tokens', args.tokens)
   redis.call('HINCRBY', queue, 'bytes', bytes_added)
-  redis.call('SADD', queue_tenants, tenant)
+  redis.call('SADD', prefix .. 'tenants', tenant)
   if redis.call('HEXISTS', ops, next_seq) == 0 then
-    redis.call('ZADD', gaps, 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
+    redis.call('ZADD', prefix .. 'gaps', 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
     return { 'NEW', log_seq }
   end
-  note_change('cotrain:' .. args.pool_tag, run)
+  note_change(prefix, run)
   if log_seq == next_seq then
-    redis.call('ZREM', gaps, run)
+    redis.call('ZREM', prefix .. 'gaps', run)
     give_up_ops(log, queue, 0, 0)
-    redis.call('ZADD', ready, 'NX', args.now_ms, run)
-    redis.call('PUBLISH', wake, 'ready ' .. args.pool_tag .. (redis.call('HGET', log, 'worker') or ''))
+    redis.call('ZADD', prefix .. 'ready', 'NX', args.now_ms, run)
+    local worker = redis.call('HGET', log, 'worker') or ''
+    redis.call('PUBLISH', 'cotrain:notify:scheduler', 'ready ' .. args.pool_tag .. worker)
   end
   return { 'NEW', log_seq }
 end
@@ -154,11 +154,10 @@ end
 -- A change that no other command interrupts: a plan contains all ops that arrived together.
 local given = cjson.decode(ARGV[1])
 if not given.together then
-  return submit(KEYS, given, ARGV[2], ARGV[3])
+  return submit(given, ARGV[2], ARGV[3])
 end
 local answers = {}
 for i, args in ipairs(given.together) do
-  local keys = { unpack(KEYS, (i - 1) * KEYS_OF_AN_OP + 1, i * KEYS_OF_AN_OP) }
-  answers[i] = submit(keys, args, ARGV[i + 1], '')
+  answers[i] = submit(args, ARGV[i + 1], '')
 end
 return answers

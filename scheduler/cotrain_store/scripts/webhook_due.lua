@@ -1,15 +1,9 @@
 -- webhook_due: return the next due event of each due tenant, or only of `args.tenant` if it is set.
 -- Fenced by the epoch of the webhook sender.
--- needs: ages
-local epoch_key, due = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-
-if redis.call('GET', epoch_key) ~= args.epoch then
-  return 'FENCED'
-end
+-- needs: fence, ages
 local now, found = clock_in(0), {}
 local tenants = args.tenant and { args.tenant }
-  or redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, args.most)
+  or redis.call('ZRANGEBYSCORE', 'cotrain:webhooks:due', '-inf', now, 'LIMIT', 0, args.most)
 for _, tenant in ipairs(tenants) do
   local key = 'cotrain:tenant:' .. tenant .. ':webhook'
   local event = redis.call('ZRANGEBYSCORE', key .. '_due', '-inf', now, 'LIMIT', 0, 1)[1]

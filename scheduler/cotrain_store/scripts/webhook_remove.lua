@@ -1,8 +1,8 @@
 -- webhook_remove: delete a tenant's webhook and its undelivered events. Idempotent.
-local hook, events, due, due_tenants = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
+local hook = 'cotrain:tenant:' .. args.tenant .. ':webhook'
 
 local known = redis.call('EXISTS', hook)
-redis.call('DEL', hook, events, due)
-redis.call('ZREM', due_tenants, args.tenant)
+redis.call('DEL', hook, hook .. '_events', hook .. '_due')
+redis.call('ZREM', 'cotrain:webhooks:due', args.tenant)
 return known

@@ -1,12 +1,9 @@
 -- webhook_tried: record the outcome of an attempt: the event is done, or due again after `args.retry_in_ms`.
 -- Fenced by the epoch of the webhook sender. A webhook that was removed in the meantime stays removed.
--- needs: ages
-local epoch_key, hook, events, due, due_tenants = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
+-- needs: fence, ages
+local hook = 'cotrain:tenant:' .. args.tenant .. ':webhook'
+local events, due = hook .. '_events', hook .. '_due'
 
-if redis.call('GET', epoch_key) ~= args.epoch then
-  return 'FENCED'
-end
 local event = redis.call('HGET', events, args.event)
 if not event or redis.call('EXISTS', hook) == 0 then
   return 'GONE'
@@ -24,8 +21,8 @@ redis.call('HSET', hook, 'last_event', args.event, 'last_outcome', args.outcome,
   'last_at', redis.call('TIME')[1])
 local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
 if first[1] then
-  redis.call('ZADD', due_tenants, first[2], args.tenant)
+  redis.call('ZADD', 'cotrain:webhooks:due', first[2], args.tenant)
 else
-  redis.call('ZREM', due_tenants, args.tenant)
+  redis.call('ZREM', 'cotrain:webhooks:due', args.tenant)
 end
 return 'OK'

@@ -1,21 +1,17 @@
 -- weights_forget: delete the record of weights, unless they are referenced again, or unstored with a name.
 -- Fenced by the worker's epoch. LAST: no other weights have their content.
--- needs: weights_in_use
-local epoch_key, weights, users, of_pool, external = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-local epoch, prefix, ref = args.epoch, args.prefix, args.ref
+-- needs: fence, weights_in_use
+local prefix, ref = args.prefix, args.ref
+local weights = 'cotrain:weights:' .. ref
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 local row = redis.call('HMGET', weights, 'digest', 'worker', 'optimizer', 'checkpoint')
 if not row[1] or row[4] or in_use(ref) then
   return 'KEPT'
 end
-redis.call('DEL', weights, users)
-redis.call('SREM', of_pool, ref)
+redis.call('DEL', weights, weights .. ':users')
+redis.call('SREM', prefix .. 'weights', ref)
 redis.call('ZREM', prefix .. 'released', ref)
-redis.call('SREM', external, args.folder)
+redis.call('SREM', prefix .. 'external', args.folder)
 if row[1] == '' then
   redis.call('SREM', prefix .. 'unstored:' .. row[2], ref)
   return 'KEPT'

@@ -1,13 +1,9 @@
 -- weights_lost: fail the named save whose weights cannot be recreated.
 -- Fenced by the worker's epoch. Stored weights, and those of a sampler, stay unchanged.
--- needs: save_end
-local epoch_key, weights, notify, unstored, of_pool, external, users = unpack(KEYS)
-local args = cjson.decode(ARGV[1])
-local epoch, ref = args.epoch, args.ref
+-- needs: fence, save_end
+local prefix, ref = args.prefix, args.ref
+local weights = 'cotrain:weights:' .. ref
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
 local text = redis.call('HGET', weights, 'checkpoint')
 if not text then
   return 'KEPT'
@@ -15,9 +11,9 @@ end
 local record = cjson.decode(text)
 local member = record.run .. '/' .. record.kind .. '/' .. record.name
 redis.call('ZREM', 'cotrain:checkpoint:' .. member .. ':pending', ref)
-end_save(weights, ref, record, args.prefix, args.result, args.ttl_ms, notify, args.closing)
-redis.call('SREM', unstored, ref)
-redis.call('SREM', of_pool, ref)
-redis.call('SREM', external, args.folder)
-redis.call('DEL', weights, users)
+end_save(prefix, ref, record, args.result, args.ttl_ms, args.closing)
+redis.call('SREM', prefix .. 'unstored:' .. args.worker, ref)
+redis.call('SREM', prefix .. 'weights', ref)
+redis.call('SREM', prefix .. 'external', args.folder)
+redis.call('DEL', weights, weights .. ':users')
 return 'OK'

@@ -2,16 +2,12 @@
 -- This publishes the result of a named save. It also publishes its checkpoint, unless a later save of the same name
 -- was stored first. The weights of a save without a name count as its sampler's.
 -- Fenced by the worker's epoch. The first digest is kept.
--- needs: weights_release, checkpoint_index, save_end, samplers, usage_add, webhook_event
+-- needs: fence, weights_release, checkpoint_index, save_end, samplers, counts, webhook_event
 -- `args.checkpoint` and its result are the unpublished ones of the save, with the size filled in.
-local epoch_key, weights, users, content, unstored, optimizers, notify, usage = unpack(KEYS)
-local args, result = cjson.decode(ARGV[1]), ARGV[2]
-local epoch, ref, size = args.epoch, args.ref, args.size
+local prefix, ref, size, result = args.prefix, args.ref, args.size, ARGV[2]
+local weights = 'cotrain:weights:' .. ref
 
-if redis.call('GET', epoch_key) ~= epoch then
-  return 'FENCED'
-end
-redis.call('SREM', unstored, ref)
+redis.call('SREM', prefix .. 'unstored:' .. args.worker, ref)
 local row = redis.call('HMGET', weights, 'digest', 'checkpoint', 'ttl', 'record')
 if not row[1] then
   return 'GONE'
@@ -20,14 +16,14 @@ if row[1] ~= '' then
   return 'OK'
 end
 redis.call('HSET', weights, 'digest', args.digest, 'size', size, 'optimizer', args.optimizer)
-redis.call('SADD', content, ref)
+redis.call('SADD', prefix .. 'content:' .. args.digest, ref)
 release_weights(ref) -- its name may refer to other weights, or its sampler may have ended
 if args.optimizer ~= '' then
-  redis.call('SADD', optimizers, ref)
+  redis.call('SADD', prefix .. 'optimizer:' .. args.optimizer, ref)
 end
 if row[2] then
   local record = cjson.decode(args.checkpoint)
-  local member = record.run .. '/' .. record.kind .. '/' .. record.name
+  local member = member_of(record)
   local pending = 'cotrain:checkpoint:' .. member .. ':pending'
   local seq = redis.call('ZSCORE', pending, ref)
   if seq then -- no later save of this name is stored: it would have deleted this entry
@@ -37,11 +33,11 @@ if row[2] then
       training_run_id = record.run, tinker_path = 'tinker://' .. member, size_bytes = size,
     })
   end
-  add_usage(usage, args.used, 1, args.usage_ttl_s)
-  end_save(weights, ref, record, args.prefix, result, row[3], notify, args.closing)
+  add_usage(args.usage, args.used, 1, args.usage_ttl_s)
+  end_save(prefix, ref, record, result, row[3], args.closing)
 else
   local tenant = cjson.decode(row[4]).tenant
-  for _, user in ipairs(redis.call('SMEMBERS', users)) do
+  for _, user in ipairs(redis.call('SMEMBERS', weights .. ':users')) do
     if string.sub(user, 1, 2) == 's:' then
       note_sampler_bytes(tenant, string.sub(user, 3), size)
     end

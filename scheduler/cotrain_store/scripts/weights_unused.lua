@@ -2,8 +2,8 @@
 -- Returns the number of checked weights that lost a reference, then the rows of the unused ones.
 -- needs: weights_in_use, ages
 -- Unused weights, and temporarily used ones (by a load or an expiring checkpoint), are checked again later.
-local released = unpack(KEYS)
 local args, unused = cjson.decode(ARGV[1]), {}
+local released = args.prefix .. 'released'
 
 local function is_used_for_a_while(ref)
   for _, user in ipairs(redis.call('SMEMBERS', 'cotrain:weights:' .. ref .. ':users')) do

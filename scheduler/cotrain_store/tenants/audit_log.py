@@ -121,10 +121,10 @@ class Audit:
         """Write a line into each of its streams; return their ids."""
         streams = [redis_keys.audit_of_all(), *([redis_keys.audit(tenant)] if tenant else [])]
         args = {
-            "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
+            "streams": streams, "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
             "key_id": key_id, "key_name": key_name, "kept": EVENTS_KEPT,
         }  # fmt: skip
-        return dict(zip(streams, await self._note(streams, args), strict=True))
+        return dict(zip(streams, await self._note(args), strict=True))
 
     async def page(self, tenant: TenantId | None, before: str | None, limit: int) -> list[AuditEntry]:
         """Return events, newest first, of one tenant or of all. `before` is the id of the last event already read."""

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 from cotrain_store import redis_keys
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, decode
-from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord, run_record, session_record
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
-from cotrain_store.tenants.records import Records
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord, session_record
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection, replies
+from cotrain_store.tenants.records import Records, read_runs
 from cotrain_store.weights import Checkpoints
 
 Item = TypeVar("Item")
@@ -60,7 +60,7 @@ class Catalog:
 
         keep = None if sessions is None and among is None else is_shown
         page = await self._page(redis_keys.training_runs(tenant), offset, limit, keep)
-        runs = await self._run_records(RunId(name) for name in page.items)
+        runs = await read_runs(self._redis, map(RunId, page.items))
         return Page(tuple(await self._own_entries(runs)), page.total_count)
 
     async def accessible_runs(self, tenant: TenantId, offset: int, limit: int) -> Page[RunEntry]:
@@ -68,13 +68,13 @@ class Catalog:
         await self._checkpoints.strike_expired(tenant)
         own = await self._redis.zrange(redis_keys.training_runs(tenant), 0, -1, withscores=True)
         published = await self._published()
-        others = [run for run in await self._run_records(published) if run.tenant != tenant]
+        others = [run for run in await read_runs(self._redis, published) if run.tenant != tenant]
         created_at = {RunId(name.decode()): score for name, score in own}
         created_at |= {run.id: run.created_at for run in others}
         newest_first = sorted(created_at, key=lambda run: (created_at[run], run), reverse=True)
         shown = newest_first[offset : offset + limit]
         entry_by_run = {run.id: _entry(run, published[run.id]) for run in others}
-        runs = await self._run_records(run for run in shown if run not in entry_by_run)
+        runs = await read_runs(self._redis, [run for run in shown if run not in entry_by_run])
         entry_by_run |= {entry.run.id: entry for entry in await self._own_entries(runs)}
         return Page(tuple(entry_by_run[run] for run in shown), len(newest_first))
 
@@ -87,7 +87,7 @@ class Catalog:
             published = (await self._published()).get(RunId(name), []) if accessible else []
             if not published:
                 raise
-            return _entry((await self._run_records([RunId(name)]))[0], published)
+            return _entry((await read_runs(self._redis, [RunId(name)]))[0], published)
         return (await self._own_entries([run]))[0]
 
     async def checkpoints_of(self, tenant: TenantId, run: str) -> Sequence[CheckpointRecord]:
@@ -147,7 +147,7 @@ class Catalog:
     async def runs_of(self, records: Sequence[CheckpointRecord]) -> dict[RunId, RunRecord]:
         """Return the runs of checkpoints that the caller may read."""
         names = list(dict.fromkeys(record.run for record in records))
-        return {run.id: run for run in await self._run_records(names)}
+        return {run.id: run for run in await read_runs(self._redis, names)}
 
     async def sessions(self, tenant: TenantId, offset: int, limit: int) -> tuple[SessionId, ...]:
         """Return a page of sessions."""
@@ -162,11 +162,8 @@ class Catalog:
     async def session_records(self, sessions: Iterable[SessionId]) -> dict[SessionId, SessionRecord]:
         """Return the records of sessions that a tenant's own records name."""
         names = list(sessions)
-        pipeline = self._redis.pipeline(transaction=False)
-        for name in names:
-            pipeline.hgetall(redis_keys.session(name))
-        rows = zip(names, await pipeline.execute(), strict=True)
-        return {name: session_record(row) for name, row in rows if row}
+        rows = await replies(self._redis, (("HGETALL", redis_keys.session(name)) for name in names))
+        return {name: session_record(row) for name, row in zip(names, rows, strict=True) if row}
 
     async def _page(self, key: str, offset: int, limit: int, keep: Callable[[str], bool] | None = None) -> Page[str]:
         """Return a page of a sorted set, or of its members that pass `keep`."""
@@ -182,19 +179,10 @@ class Catalog:
 
     async def _own_entries(self, runs: Sequence[RunRecord]) -> list[RunEntry]:
         """Return the entries of runs, with their newest checkpoints."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.zrange(redis_keys.run_checkpoints(run.id), 0, -1, desc=True)
-        rows = await pipeline.execute()
+        rows = await replies(self._redis, (("ZREVRANGE", redis_keys.run_checkpoints(run.id), 0, -1) for run in runs))
         newest = [_newest_of_each_kind(run.id, names) for run, names in zip(runs, rows, strict=True)]
         found = await self._checkpoint_records(member for members in newest for member in members)
         return [_entry(run, [record for record in found if record.run == run.id]) for run in runs]
-
-    async def _run_records(self, runs: Iterable[RunId]) -> list[RunRecord]:
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hgetall(redis_keys.run(run))
-        return [run_record(row) for row in await pipeline.execute()]
 
     async def _checkpoint_records(self, members: Iterable[str]) -> list[CheckpointRecord]:
         """Return checkpoints, without those deleted since they were listed."""

@@ -6,7 +6,9 @@ be filtered by them.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +16,11 @@ from cotrain.wire.rest import HistoryPoint
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
-from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, run_record, session_record, tags_of
-from cotrain_store.redis_client.connection import Connection
+from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, session_record, tags_of
+from cotrain_store.redis_client.connection import Connection, replies
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.history import read_points
+from cotrain_store.tenants.records import read_runs
 from cotrain_store.usage import usage_field, usage_hour
 from cotrain_store.weights import Checkpoints
 
@@ -73,7 +76,7 @@ class RunList:
         for first in range(start, start + LOOKED_AT, READ_AT_ONCE):
             wanted = READ_AT_ONCE if keep else limit
             names = await self._redis.zrange(key, first, first + wanted - 1, desc=True)
-            for run in await self.records([RunId(name.decode()) for name in names]):
+            for run in await read_runs(self._redis, (RunId(name.decode()) for name in names)):
                 cursor = f"{run.created_at!r}/{run.id}"
                 if keep is None or keep(run):
                     found.append(run)
@@ -84,47 +87,48 @@ class RunList:
                 return RunPage(tuple(found), "", total)
         return RunPage(tuple(found), cursor, total)
 
-    async def records(self, runs: Sequence[RunId]) -> list[RunRecord]:
-        """Return the runs of these ids. Missing ones are left out."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hgetall(redis_keys.run(run))
-        return [run_record(row) for row in (await pipeline.execute() if runs else []) if row]
-
     async def positions(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, RunPosition]:
-        """Return the positions of runs, read in one round trip."""
-        hours = [usage_hour(now_s) - 3600 * back for back in range(USAGE_HOURS)]
-        tenants = sorted({run.tenant for run in runs})
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hmget(redis_keys.log(run.pool, run.id), ["last", "next", "done", "worker", "failed"])
-            pipeline.zscore(redis_keys.ready(run.pool), run.id)
-            pipeline.zscore(redis_keys.gaps(run.pool), run.id)
+        """Return the positions of runs, with a number of round trips that does not depend on theirs."""
+        redis, logged = self._redis, ("last", "next", "done", "worker", "failed")
+        logs, ready, gaps, steps, used = await asyncio.gather(
+            replies(redis, (("HMGET", redis_keys.log(run.pool, run.id), *logged) for run in runs)),
+            replies(redis, (("ZSCORE", redis_keys.ready(run.pool), run.id) for run in runs)),
+            replies(redis, (("ZSCORE", redis_keys.gaps(run.pool), run.id) for run in runs)),
             # Decoding the last point requires the one before it.
-            pipeline.lrange(redis_keys.steps(run.id), -2, -1)
-        for tenant in tenants:
-            own = [run for run in runs if run.tenant == tenant]
-            fields = [usage_field("device_s", run.base_model, run.id) for run in own]
-            for hour in hours:
-                pipeline.hmget(redis_keys.usage(tenant, hour), fields)
-        rows = await pipeline.execute() if runs else []
-        used = _seconds_by_run(runs, tenants, rows[4 * len(runs) :])
+            replies(redis, (("LRANGE", redis_keys.steps(run.id), -2, -1) for run in runs)),
+            self._device_seconds(runs, now_s),
+        )
         found = {}
-        for number, run in enumerate(runs):
-            log, ready, gap, steps = rows[4 * number : 4 * number + 4]
+        for run, log, ready_since, gap_since, newest in zip(runs, logs, ready, gaps, steps, strict=True):
             last, upcoming, done = (int(value) if value else None for value in log[:3])
             found[run.id] = RunPosition(
                 accepted=-1 if last is None else last,
                 planned=-1 if upcoming is None else upcoming - 1,
                 done=-1 if done is None else done,
-                ready_since_ms=ready,
-                gap_since_ms=gap,
-                newest=read_points("optim_step", steps)[-1] if steps else None,
+                ready_since_ms=ready_since,
+                gap_since_ms=gap_since,
+                newest=read_points("optim_step", newest)[-1] if newest else None,
                 device_s=used[run.id],
                 worker=(log[3] or b"").decode(),
                 failed=int(log[4] or 0),
             )
         return found
+
+    async def _device_seconds(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, float]:
+        own: defaultdict[TenantId, list[RunRecord]] = defaultdict(list)
+        for run in runs:
+            own[run.tenant].append(run)
+        first = usage_hour(now_s) - 3600 * (USAGE_HOURS - 1)
+        hours = [(tenant, first + 3600 * number) for tenant in own for number in range(USAGE_HOURS)]
+        fields = {each: [usage_field("device_s", run.base_model, run.id) for run in own[each]] for each in own}
+        rows = await replies(
+            self._redis, (("HMGET", redis_keys.usage(tenant, hour), *fields[tenant]) for tenant, hour in hours)
+        )
+        seconds = {run.id: 0.0 for run in runs}
+        for (tenant, _), row in zip(hours, rows, strict=True):
+            for run, value in zip(own[tenant], row, strict=True):
+                seconds[run.id] += float(value or 0)
+        return seconds
 
     async def _start(self, key: str, cursor: str) -> int:
         """Return the list position after a cursor; 0 for an empty or malformed cursor."""
@@ -138,18 +142,6 @@ class RunList:
             return int(await self._redis.zcount(key, f"({float(created_at)!r}", "+inf"))
         except ValueError:
             return 0
-
-
-def _seconds_by_run(
-    runs: Sequence[RunRecord], tenants: Sequence[TenantId], rows: Sequence[Sequence[bytes | None]]
-) -> dict[RunId, float]:
-    seconds = {run.id: 0.0 for run in runs}
-    for number, tenant in enumerate(tenants):
-        own = [run.id for run in runs if run.tenant == tenant]
-        for row in rows[number * USAGE_HOURS : (number + 1) * USAGE_HOURS]:
-            for run_id, value in zip(own, row, strict=True):
-                seconds[run_id] += float(value or 0)
-    return seconds
 
 
 #: Number of runs whose labels are read in one round trip.
@@ -196,8 +188,7 @@ class RunLabels:
             args["note"] = note
         if tags is not None:
             args["tags"] = json.dumps(list(dict.fromkeys(tags))) if tags else ""
-        script_keys = [redis_keys.run(run.id), redis_keys.labelled_runs(run.tenant)]
-        answer = await self._label(script_keys, args)
+        answer = await self._label(args)
         if answer == b"GONE":
             raise RunNotFound
         if answer == b"RECORDS":
@@ -215,10 +206,7 @@ class RunLabels:
 
     async def of(self, runs: Sequence[RunId]) -> Mapping[RunId, tuple[str, tuple[str, ...]]]:
         """Return the notes and tags of runs, which must have been read through their tenant."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hmget(redis_keys.run(run), ["note", "tags"])
-        rows = await pipeline.execute() if runs else []
+        rows = await replies(self._redis, (("HMGET", redis_keys.run(run), "note", "tags") for run in runs))
         return {run: ((note or b"").decode(), tags_of(tags)) for run, (note, tags) in zip(runs, rows, strict=True)}
 
 
@@ -269,24 +257,19 @@ class SessionSearch:
         Sessions added later come before every cursor, so an iteration returns each older session once.
         """
         cursors = await self._cursors(tenant, cursor, count)
-        pipeline = self._redis.pipeline(transaction=False)
-        for found in cursors:
-            session = SessionId(found.session)
-            pipeline.hgetall(redis_keys.session(session))
-            pipeline.exists(redis_keys.session_heartbeat(session))
-            pipeline.smembers(redis_keys.session_runs(session))
-        answers = await pipeline.execute()
-        runs = sorted(RunId(run.decode()) for of_session in answers[2::3] for run in of_session)
-        failed = await self._first_failed(runs)
+        sessions = [SessionId(found.session) for found in cursors]
+        rows, alive, members = await asyncio.gather(
+            replies(self._redis, (("HGETALL", redis_keys.session(session)) for session in sessions)),
+            replies(self._redis, (("EXISTS", redis_keys.session_heartbeat(session)) for session in sessions)),
+            replies(self._redis, (("SMEMBERS", redis_keys.session_runs(session)) for session in sessions)),
+        )
+        runs_by_session = [tuple(RunId(run.decode()) for run in names) for names in members]
+        failed = await self._first_failed(sorted(run for runs in runs_by_session for run in runs))
         return [
-            SessionEntry(
-                found,
-                session_record(row),
-                bool(heartbeat),
-                failed.get(SessionId(found.session)),
-                tuple(RunId(run.decode()) for run in members),
+            SessionEntry(cursor, session_record(row), bool(heartbeat), failed.get(session), runs)
+            for cursor, session, row, heartbeat, runs in zip(
+                cursors, sessions, rows, alive, runs_by_session, strict=True
             )
-            for found, row, heartbeat, members in zip(cursors, answers[::3], answers[1::3], answers[2::3], strict=True)
         ]
 
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
@@ -316,10 +299,8 @@ class SessionSearch:
 
     async def _first_failed(self, runs: list[RunId]) -> dict[SessionId, RunId]:
         """Return the first run of each session that the server stopped."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for run in runs:
-            pipeline.hget(redis_keys.run(run), "state")
-        states = zip(reversed(runs), reversed(await pipeline.execute()), strict=True)
+        rows = await replies(self._redis, (("HGET", redis_keys.run(run), "state") for run in runs))
+        states = zip(reversed(runs), reversed(rows), strict=True)
         failed = RunState.FAILED.encode()
         return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}
 

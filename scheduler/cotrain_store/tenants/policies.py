@@ -6,15 +6,14 @@ counted until its last file is deleted.
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
-from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses
+from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
-from cotrain_store.messages.runs import HISTORY_POINTS, LoraSpec, PoolRecord, RunRecord
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
@@ -28,30 +27,6 @@ STATES_KEPT = RECOVERY_COPIES + 1
 LEAST_QUOTA = 200_000_000_000
 #: Number of runs that the default quota allows at the largest rank on the largest base model served.
 LARGEST_RUNS = 8
-_Limits = TypeVar("_Limits")
-LimitsOf: TypeAlias = Callable[[TenantId], Awaitable[_Limits]]
-"""Function that returns the current limits of a tenant."""
-
-
-@dataclass(frozen=True)
-class TenantLimits:
-    """Limits of one tenant on pending work in one pool, and on live runs and records."""
-
-    ops: int = 512
-    tokens: int = 8_000_000
-    bytes: int = 1_000_000_000
-    runs: int = 1_000
-    unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
-    samplers: int = 10_000  # number of samplers in all pools, including those of pending saves
-    sampler_bytes: int = 100_000_000_000
-    """Bytes of weights of saves without a name. Above the limit, idle samplers are evicted for new ones."""
-    run_bytes: int = 0  # bytes that live runs hold; 0 for `default_quota`
-    record_bytes: int = 200_000_000
-    """Bytes of records of sessions and runs, which are kept permanently."""
-    history_points: int = HISTORY_POINTS
-    """Points in the histories of all runs, in all pools. Above the limit, the least recently
-    extended histories are deleted.
-    """
 
 
 @dataclass(frozen=True)
@@ -80,7 +55,7 @@ class Policies:
         """Set the given limits atomically; None restores the default."""
         numbers = {quota: str(number) for quota, number in given.items() if number is not None}
         back = sorted(given.keys() - numbers.keys())
-        await self._tenant_limits([redis_keys.limits(tenant)], {"numbers": numbers, "back": back})
+        await self._tenant_limits({"tenant": tenant, "numbers": numbers, "back": back})
 
     async def weight(self, tenant: TenantId) -> float:
         """Return a tenant's weight."""
@@ -94,10 +69,11 @@ class Policies:
             await self._redis.hset(redis_keys.tenant_weights(), tenant, repr(weight))
 
 
-async def read_weights(connection: Connection) -> dict[TenantId, float]:
-    """Return the weights of all tenants whose weight differs from the default."""
+async def read_policy(connection: Connection) -> PlanPolicy:
+    """Return the pauses, and the weights of all tenants whose weight differs from the default."""
     rows = await connection.hgetall(redis_keys.tenant_weights())
-    return {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
+    weights = {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
+    return PlanPolicy(weights, await read_pauses(connection))
 
 
 class PauseRecords:
@@ -118,9 +94,8 @@ class PauseRecords:
 
     async def pause_run(self, run: RunRecord, reason: str = "") -> None:
         """Exclude the ops of a run from now on; raises RunClosed if it has ended."""
-        script_keys = [redis_keys.log(run.pool, run.id), redis_keys.paused_runs()]
         pause = encode(Pause(time.time(), reason, run.tenant))
-        if await self._pause_run(script_keys, {"run": run.id, "pause": pause}) == b"CLOSED":
+        if await self._pause_run({"prefix": redis_keys.prefix(run.pool), "run": run.id, "pause": pause}) == b"CLOSED":
             raise RunClosed
 
     async def resume_run(self, run: RunRecord) -> bool:

@@ -9,7 +9,6 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cotrain_store import redis_keys
@@ -38,9 +37,9 @@ from cotrain_store.messages.runs import (
     session_record,
     weights_record,
 )
-from cotrain_store.redis_client.connection import Connection
+from cotrain_store.redis_client.connection import Connection, replies
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.policies import LimitsOf
+from cotrain_store.tenants.quotas import QuotasOf, default_quotas
 
 #: Session ids, and run ids (`<session>:train:<n>`). Any other text identifies no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
@@ -54,25 +53,22 @@ _PATH = re.compile(
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True)
-class RecordLimits:
-    """Maximum live sessions and samplers of one tenant, and maximum bytes of its records."""
-
-    sessions: int = 10_000
-    samplers: int = 10_000
-    record_bytes: int = 200_000_000
+async def read_runs(connection: Connection, runs: Iterable[RunId]) -> list[RunRecord]:
+    """Return the runs of these ids, which the caller may read. Missing ones are left out."""
+    rows = await replies(connection, (("HGETALL", redis_keys.run(run)) for run in runs))
+    return [run_record(row) for row in rows if row]
 
 
 class Records:
     """Reader and writer of the records of tenants."""
 
     def __init__(
-        self, connection: Connection, limits_of: LimitsOf[RecordLimits] | None = None, base_models: Iterable[str] = ()
+        self, connection: Connection, quotas_of: QuotasOf = default_quotas, base_models: Iterable[str] = ()
     ) -> None:
         """Store the base models that the operator serves now. If empty, every base model with a pool is served."""
         self._redis = connection
         self._base_models = frozenset(base_models)
-        self._limits_of = limits_of or _default_limits
+        self._quotas_of = quotas_of
         self._session = async_script(connection, "session")
         self._sampler = async_script(connection, "sampler")
 
@@ -107,20 +103,16 @@ class Records:
             project_id=project_id,
             display_name=display_name,
         )
-        limits = await self._limits_of(tenant)
-        script_keys = [
-            redis_keys.session(session.id), redis_keys.tenant_sessions(tenant),
-            redis_keys.living_sessions(tenant),
-        ]  # fmt: skip
+        quotas = await self._quotas_of(tenant)
         args = {
             "session": session.id, "tenant": tenant, "record": encode(session), "key": key_id,
             "created_at": session.created_at, "now_ms": int(session.created_at * 1000),
             "heartbeat_ttl_ms": redis_keys.SESSION_HEARTBEAT_TTL_MS,
-            "max_sessions": limits.sessions, "max_record_bytes": limits.record_bytes,
+            "max_sessions": quotas.sessions, "max_record_bytes": quotas.record_bytes,
         }  # fmt: skip
-        answer = await self._session(script_keys, args)
+        answer = await self._session(args)
         if answer == b"SESSIONS":
-            most = f"{limits.sessions:,} of {limits.sessions:,} sessions of this tenant are open"
+            most = f"{quotas.sessions:,} of {quotas.sessions:,} sessions of this tenant are open"
             remedy = "Close a client, or wait until idle sessions end."
             raise Refused(Reason.SESSION_QUOTA_REACHED, f"{most} (quota sessions). {remedy}")
         if answer == b"RECORDS":
@@ -131,7 +123,7 @@ class Records:
     async def check_record_quota(self, tenant: TenantId) -> None:
         """Raise RECORD_QUOTA_REACHED if no further session or run of a tenant may be recorded."""
         kept = await self._redis.get(redis_keys.record_bytes(tenant))
-        if int(kept or 0) >= (await self._limits_of(tenant)).record_bytes:
+        if int(kept or 0) >= (await self._quotas_of(tenant)).record_bytes:
             raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
@@ -239,19 +231,13 @@ class Records:
             CheckpointNotFound: its weights were deleted.
             SAMPLER_QUOTA_REACHED: transient.
         """
-        weights = record.weights or WeightsRef("")
-        script_keys = [
-            redis_keys.sampler(record.id), redis_keys.session(record.session),
-            redis_keys.weights(weights), redis_keys.weights_users(weights),
-            redis_keys.session_samplers(record.session),
-        ]  # fmt: skip
         args = {
-            "sampler": record.id, "tenant": record.tenant, "record": encode(record),
-            "has_weights": record.weights is not None,
+            "sampler": record.id, "session": record.session, "tenant": record.tenant, "record": encode(record),
+            "weights": record.weights or "",
             "idle_ms": redis_keys.sampler_idle_ms(ephemeral=record.ephemeral),
-            "max_samplers": (await self._limits_of(record.tenant)).samplers,
+            "max_samplers": (await self._quotas_of(record.tenant)).samplers,
         }  # fmt: skip
-        answer = await self._sampler(script_keys, args)
+        answer = await self._sampler(args)
         if answer == b"SAMPLERS":
             raise Refused(Reason.SAMPLER_QUOTA_REACHED)
         if answer == b"FINISHED":
@@ -315,10 +301,6 @@ def _own_run(row: dict[bytes, bytes], tenant: TenantId) -> RunRecord:
     if run is None or run.tenant != tenant:
         raise RunNotFound
     return run
-
-
-async def _default_limits(_: TenantId) -> RecordLimits:
-    return RecordLimits()
 
 
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:

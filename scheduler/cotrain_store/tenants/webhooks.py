@@ -99,14 +99,13 @@ class Webhooks:
 
     async def remove(self, tenant: TenantId) -> None:
         """Delete a tenant's webhook and its events; raises WEBHOOK_NOT_FOUND."""
-        script_keys = [*_keys_of(tenant), redis_keys.due_tenants()]
-        if not await self._remove(script_keys, {"tenant": tenant}):
+        if not await self._remove({"tenant": tenant}):
             raise Refused(Reason.WEBHOOK_NOT_FOUND)
 
     async def test(self, tenant: TenantId) -> str:
         """Send a test event; return its id. Raises WEBHOOK_NOT_FOUND, or WEBHOOK_FULL."""
         args = {"tenant": tenant, "kind": "test", "data": {"sent_by": "cotrain"}}
-        event: bytes = await self._note([], args)
+        event: bytes = await self._note(args)
         if event == b"NONE":
             raise Refused(Reason.WEBHOOK_NOT_FOUND)
         if event == b"FULL":
@@ -115,39 +114,39 @@ class Webhooks:
 
     # ---- Of the process that delivers ------------------------------------------------------------
 
+    @property
+    def _own(self) -> dict[str, str]:
+        """Arguments of a script that only the sender may run."""
+        return {"fence": redis_keys.webhook_epoch(), "epoch": self._epoch}
+
     async def lead(self) -> bool:
         """Acquire or renew the lease of the sender. Return True if this process holds it."""
-        args = {"name": self._process, "epoch": self._epoch, "ttl_ms": redis_keys.WEBHOOK_LEASE_MS}
-        answer = await self._lease([redis_keys.webhook_lease(), redis_keys.webhook_epoch()], args)
+        args = {"lease": redis_keys.webhook_lease(), "name": self._process, "ttl_ms": redis_keys.WEBHOOK_LEASE_MS}
+        answer = await self._lease({**self._own, **args})
         self._epoch = answer.decode()
         return bool(self._epoch)
 
     async def due(self, most: int) -> list[DueEvent]:
         """Return the next due event of each of at most `most` tenants, longest due first; raises Fenced."""
-        return await self._read({"epoch": self._epoch, "most": most})
+        return await self._read({**self._own, "most": most})
 
     async def due_of(self, tenant: TenantId) -> DueEvent | None:
         """Return a tenant's next due event; raises Fenced."""
-        found = await self._read({"epoch": self._epoch, "tenant": tenant})
+        found = await self._read({**self._own, "tenant": tenant})
         return found[0] if found else None
 
     async def tried(self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0) -> None:
         """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises Fenced."""
         args: dict[str, Any] = {
-            "epoch": self._epoch, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
+            **self._own, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
         }  # fmt: skip
         if outcome is Outcome.RETRIED:
             args["retry_in_ms"] = int(retry_in_s * 1000)
-        script_keys = [redis_keys.webhook_epoch(), *_keys_of(event.tenant), redis_keys.due_tenants()]
-        await self._tried(script_keys, args)
+        await self._tried(args)
 
     async def _read(self, args: dict[str, Any]) -> list[DueEvent]:
-        rows = await self._due([redis_keys.webhook_epoch(), redis_keys.due_tenants()], args)
+        rows = await self._due(args)
         return [_due_event(*row) for row in rows]
-
-
-def _keys_of(tenant: TenantId) -> list[str]:
-    return [redis_keys.webhook(tenant), redis_keys.events(tenant), redis_keys.due_events(tenant)]
 
 
 def _due_event(tenant: bytes, url: bytes, secret: bytes, event: bytes, stored: bytes, now_ms: bytes) -> DueEvent:

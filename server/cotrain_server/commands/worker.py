@@ -62,12 +62,8 @@ def worker(
         )
     plan = Plan(
         base_models=base_models,
-        host="",
-        port=0,
         data_dir=data_dir.absolute(),
         redis_url=redis_url,
-        api_keys=(),
-        accept_data_loss=False,
         given={"DEVICE": device, "TORCH_THREADS": str(torch_threads), "LOG_LEVEL": log_level},
         workers=workers,
         blobs=blobs,

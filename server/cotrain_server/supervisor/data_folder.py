@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cotrain_store.blobs.folder import make_folder
 from cotrain_store.disk.embedded_redis import LOG_FOLDER, MAX_SOCKET_PATH
@@ -118,6 +118,13 @@ class DataFolder:
         """Open a process's log for appending. The caller closes the descriptor."""
         path = self.log_of(process)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def new_lines(self, process: str) -> TextIO:
+        """Open a process's log to read the lines that it writes from now on."""
+        path = self.log_of(process)
+        log = os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), errors="replace")
+        log.seek(0, os.SEEK_END)
+        return log
 
     def log_end(self, process: str) -> list[str]:
         """Return the last lines of a process's log. The first may be incomplete."""

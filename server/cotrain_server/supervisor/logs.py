@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
@@ -29,34 +30,16 @@ _DAMAGED = re.compile(
 )
 
 
-class NewLines:
-    """New lines of a log from now on."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._read = log.stat().st_size if log.exists() else 0
-        self._rest = b""
-
-    def take(self) -> list[str]:
-        """Return the complete lines that were not read before."""
-        with suppress(OSError), self._log.open("rb") as log:
-            if log.seek(0, os.SEEK_END) < self._read:  # emptied because it had grown large
-                self._read, self._rest = 0, b""
-            log.seek(self._read)
-            added = log.read()
-            self._read += len(added)
-            *whole, self._rest = (self._rest + added).split(b"\n")
-            return [line.decode(errors="replace") for line in whole]
-        return []
-
-
-async def follow(lines_by_name: Mapping[str, NewLines], say: Callable[[str], None]) -> None:
-    """Print the startup progress of each process until cancelled."""
-    while True:
-        for name, lines in lines_by_name.items():
-            for doing in filter(None, map(doing_in, lines.take())):
-                say(f"{name}: {doing}")
-        await asyncio.sleep(POLL_S)
+async def follow(log_by_name: Mapping[str, TextIO], say: Callable[[str], None]) -> None:
+    """Print the startup progress of each process until cancelled. A log has whole lines: each is one write."""
+    with ExitStack() as open_logs:
+        for log in log_by_name.values():
+            open_logs.enter_context(log)
+        while True:
+            for name, log in log_by_name.items():
+                for doing in filter(None, map(doing_in, log)):
+                    say(f"{name}: {doing}")
+            await asyncio.sleep(POLL_S)
 
 
 def doing_in(line: str) -> str | None:

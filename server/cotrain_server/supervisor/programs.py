@@ -38,14 +38,14 @@ class Plan:
     """Server configuration from the command line."""
 
     base_models: tuple[str, ...]  # hub ids, folders, or NAME=FOLDER
-    host: str
-    port: int  # 0 selects a free port
     data_dir: Path
     redis_url: str | None  # None: start an embedded Redis
-    api_keys: tuple[str, ...]
-    """In the format of the API's settings. If none is given and none exists, one is created."""
-    accept_data_loss: bool
     given: Mapping[str, str]  # settings given by flag, by variable name without its prefix
+    host: str = ""
+    port: int = 0  # 0 selects a free port
+    api_keys: tuple[str, ...] = ()
+    """In the format of the API's settings. If none is given and none exists, one is created."""
+    accept_data_loss: bool = False
     workers: int = 1  # per base model, if no GPUs are chosen
     worker_names: str = "w"  # prefix of a worker's id, followed by its number
     blobs: str = ""  # in the format of COTRAIN_BLOBS; empty: in the data folder

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cotrain_server.probe import probe, write_troubles
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
-from cotrain_server.supervisor.logs import NewLines, follow, mend_log
+from cotrain_server.supervisor.logs import follow, mend_log
 from cotrain_server.supervisor.process import CannotServe, Child, Program
 from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_store import redis_keys
@@ -149,7 +149,7 @@ class Supervisor:
         """Start workers. The returned task prints the progress of their start until it is cancelled."""
         if gpu_notice := programs.gpu_notice():
             self.say(gpu_notice)
-        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
+        logs = {worker.name: folder.new_lines(worker.name) for worker in workers}
         following = asyncio.create_task(follow(logs, self.say))
         self._add(folder, workers, programs.redis_url)
         return following

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ValidationError
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
 from cotrain_server.administration import TenantChange
 from cotrain_server.errors import Invalid, first_error
-from cotrain_server.quotas import Quotas
 from cotrain_server.routes import admin_tenants, admin_workers
 from cotrain_server.services import Services
 from cotrain_server.ui import access, rendering
@@ -24,6 +23,7 @@ from cotrain_server.ui.access import Visitor, check_operator, form_of
 from cotrain_server.ui.page import Page, page_context, router_of
 from cotrain_server.ui.pages import administration, checkpoints, cycles, overview, playground, run
 from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_store.tenants.quotas import Quotas
 
 PAGES: Sequence[Page] = (
     overview.OVERVIEW_PAGE,

@@ -14,7 +14,7 @@ from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.failures import TenantFailures, recent_failures
 from cotrain_store.monitoring.fleet import PoolStatus, WorkerStatus, read_fleet
 from cotrain_store.tenants.lists import RunPosition
-from cotrain_store.tenants.policies import read_pauses, read_weights
+from cotrain_store.tenants.policies import read_policy
 
 #: A refusal within this time explains why a run has no request.
 REFUSED_S = 60.0
@@ -200,10 +200,11 @@ async def read_why(
         pipeline.hvals(redis_keys.open_steps(run.pool, worker))
     pipeline.hget(redis_keys.ops(run.pool, run.id), str(position.planned + 1))
     *rows, envelope = await pipeline.execute()
+    policy = await read_policy(connection)
     return why(
         WaitState(
-            run=run, position=position, now=now, pauses=await read_pauses(connection), pool=pool,
-            has_scheduler=fleet.has_scheduler, weights=await read_weights(connection),
+            run=run, position=position, now=now, pauses=policy.pauses, pool=pool,
+            has_scheduler=fleet.has_scheduler, weights=policy.weights,
             next_op=_op(run.id, position.planned + 1, envelope),
             steps=tuple(Step.parse(text) for row in rows for text in row),
             refused=(await recent_failures(connection, now)).get(run.tenant),

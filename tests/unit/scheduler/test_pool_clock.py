@@ -162,6 +162,17 @@ async def test_a_metronome_plans_only_at_its_beats(store: InMemory) -> None:
     assert [step.planned_at for step in store.steps] == [NOW + 10.01]
 
 
+async def test_a_metronome_waits_at_its_beat_for_no_run_of_the_last_cycle(store: InMemory) -> None:
+    clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10, gather_s=5.0)
+    for run in ("a", "b"):
+        store.submit(run)
+    await clock.tick(NOW + 10.01)
+    store.finish()
+    store.submit("a")
+    await clock.tick(NOW + 20.01)
+    assert [{op.run for op in step.ops} for step in store.steps] == [{"a", "b"}, {"a"}]
+
+
 @pytest.mark.parametrize(("submits_whole_steps", "cycles"), [(False, 2), (True, 1)])
 async def test_a_metronome_needs_one_cycle_for_a_whole_step_and_two_for_parts(
     store: InMemory, submits_whole_steps: bool, cycles: int

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_server.quotas import Quotas
 from cotrain_server.settings import ServerSettings
-from cotrain_store.sampling.intake import SampleLimits
+from cotrain_store.tenants.quotas import Quotas
 
 
 @pytest.fixture
@@ -57,10 +56,10 @@ def test_an_invalid_value_stops_the_process(variables: pytest.MonkeyPatch, name:
         ServerSettings()
 
 
-def test_samples_have_their_own_quota_and_share_that_of_bytes(variables: pytest.MonkeyPatch) -> None:
+def test_the_given_quotas_replace_their_defaults(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_QUOTAS", "samples=3, bytes=5, sample_tokens=7")
     settings = ServerSettings()
-    assert settings.quotas.sample_limits() == SampleLimits(requests=3, bytes=5, tokens=7)
+    assert settings.quotas == Quotas(samples=3, bytes=5, sample_tokens=7)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.oplog.commit_rows import Commit
 from cotrain_store.oplog.intake import Submission
-from cotrain_store.redis_client.scripts import SCRIPTS
+from cotrain_store.redis_client.scripts import SCRIPTS, source
 from cotrain_store.sampling.intake import SampleSubmission
 
 ALL_SCRIPTS = sorted(SCRIPTS.rglob("*.lua"))
@@ -84,8 +84,7 @@ def test_the_scripts_build_only_keys_that_python_defines() -> None:
 
 def test_a_script_reads_exactly_the_arguments_that_it_gets() -> None:
     for name, record in ARGUMENTS.items():
-        text = (SCRIPTS / f"{name}.lua").read_text()
-        read = set(re.findall(r"\bargs\.(\w+)", text))
+        read = set(re.findall(r"\bargs\.(\w+)", source(name)))
         assert read == {field.name for field in dataclasses.fields(record)}, name
 
 

@@ -3,6 +3,10 @@
 -- needs: weights_release, ages
 local SOON_S = 60 -- maximum difference of the clocks of two hosts
 
+local function member_of(record)
+  return record.run .. '/' .. record.kind .. '/' .. record.name
+end
+
 local function count_checkpoint(tenant, member, size)
   local sizes = 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes'
   local more = size - tonumber(redis.call('HGET', sizes, member) or 0)
@@ -33,8 +37,7 @@ end
 
 -- Write and list a record, passed as JSON and decoded. The name may have referred to other weights.
 local function write_checkpoint(text, record)
-  local name, tenant = record.kind .. '/' .. record.name, record.tenant
-  local member = record.run .. '/' .. name
+  local member, name, tenant = member_of(record), record.kind .. '/' .. record.name, record.tenant
   local expiring = 'cotrain:tenant:' .. tenant .. ':expiring'
   local before = redis.call('GET', 'cotrain:checkpoint:' .. member)
   redis.call('SET', 'cotrain:checkpoint:' .. member, text)

@@ -7,7 +7,7 @@ local function fail_waiting(prefix, run, tenant, first, last, failure, ttl_ms, r
     local envelope = redis.call('HGET', ops, seq)
     if envelope then
       local tokens, size, ref = string.match(envelope, '^[^|]*|(%d+)|(%d+)|[^|]*|(.*)$')
-      release_segment('cotrain:spool:refs', string.match(ref, '^spool:([^:]+):'))
+      release_segment(string.match(ref, '^spool:([^:]+):'))
       redis.call('HDEL', ops, seq)
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
       redis.call('HINCRBY', queue, 'ops', -1)

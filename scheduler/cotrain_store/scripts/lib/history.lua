@@ -3,7 +3,6 @@
 -- keeps at most 1,024. The kept points therefore depend on n alone, and a kept point never changes.
 -- Numbers are packed (`tenants/history.py`): as text, Lua would write 14 digits of them.
 local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<' .. ('d'):rep(29), 1024
-local STATE_BYTES = 29 * 8 -- states of earlier versions end before the drift, or before the lag
 -- Drift of policy losses, and lag of policies: sums over tokens, except for the maxima.
 local DRIFT = { 'sampled', 'gap', 'gap_max', 'effective', 'bounded', 'clipped' }
 local LAG = { 'lagged', 'lag', 'lag_max' }
@@ -82,7 +81,7 @@ local function parse_history(packed)
   if not packed then
     return { steps = 0, evaluations = 0, run_tokens = 0, trained = no_passes(), evaluated = no_passes() }
   end
-  local n = { struct.unpack(STATE, packed .. ('\0'):rep(STATE_BYTES - #packed)) }
+  local n = { struct.unpack(STATE, packed) }
   local history = {
     steps = n[1], evaluations = n[2], run_tokens = n[3],
     trained = { loss = n[4], weight = n[5], tokens = n[6], passes = n[7] },

@@ -5,7 +5,7 @@
 -- A short record of the request (tenant and digest) outlives its result, for repeats and late polls.
 --
 -- `lives` holds, in ms, the extra lifetime of that record, and the time for which the completion is published.
-local function finish(refs, lives, request, result, ttl_ms, failed, size)
+local function finish(lives, request, result, ttl_ms, failed, size)
   local sample = 'cotrain:sample:' .. request
   local row = redis.call('HMGET', sample, 'state', 'tenant', 'sampler', 'clone', 'digest',
     'prefix', 'lane', 'holder', 'ref', 'size', 'tokens')
@@ -28,7 +28,7 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
   redis.call('HINCRBY', load, 'bytes', 0 - tonumber(body_bytes))
   redis.call('HINCRBY', load, 'tokens', 0 - tonumber(row[11] or 0))
   strike_if_idle(prefix, tenant)
-  release_segment(refs, string.match(ref, '^spool:([^:]+):'))
+  release_segment(string.match(ref, '^spool:([^:]+):'))
   end_now('cotrain:result:' .. request)
   put_result(request, result, ttl_ms)
   redis.call('DEL', sample)

@@ -2,10 +2,10 @@
 -- crashes. Cancelled requests end here; `cancel` has their result, ttl_ms and size. Ended requests are added to
 -- `resolved`. Returns the number of the others.
 -- needs: sample_finish
-local function put_back(prefix, worker, crashes, refs, lives, cancel, resolved)
+local function put_back(prefix, worker, crashes, lives, cancel, resolved)
   local claimed, cancelled = prefix .. 'claimed:' .. worker, prefix .. 'cancelled:' .. worker
   for _, request in ipairs(redis.call('SMEMBERS', cancelled)) do
-    if finish(refs, lives, request, cancel.result, cancel.ttl_ms, 1, cancel.size) then
+    if finish(lives, request, cancel.result, cancel.ttl_ms, 1, cancel.size) then
       resolved[#resolved + 1] = request
     end
   end

@@ -1,9 +1,9 @@
 -- save_end: end a named save, once: publish its result, remove it from the unstored saves, and end its run if it was
 -- the run's last op.
 -- needs: run_close
--- `notify` is the channel of results; `closing` is the result of the run's other requests.
-local function end_save(weights, ref, record, prefix, result, ttl_ms, notify, closing)
-  local resolved = { ref }
+-- `closing` is the result of the run's other requests.
+local function end_save(prefix, ref, record, result, ttl_ms, closing)
+  local weights, resolved = 'cotrain:weights:' .. ref, { ref }
   put_result(ref, result, ttl_ms)
   redis.call('SREM', 'cotrain:tenant:' .. record.tenant .. ':owed', ref)
   if redis.call('HGET', weights, 'last') == '1' then
@@ -13,5 +13,5 @@ local function end_save(weights, ref, record, prefix, result, ttl_ms, notify, cl
     end
   end
   redis.call('HDEL', weights, 'checkpoint', 'result', 'ttl', 'last')
-  redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
+  redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 end

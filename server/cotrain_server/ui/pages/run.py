@@ -36,6 +36,7 @@ from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.history import read_history, read_metrics
 from cotrain_store.tenants.lists import LabelQuery
 from cotrain_store.tenants.policies import read_pauses
+from cotrain_store.tenants.records import read_runs
 
 OPS_SHOWN = 50
 RUNS_SHOWN = 50
@@ -160,7 +161,7 @@ async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
     """Return a run: a tenant's own, or any for the operator. Raises RunNotFound."""
     if visitor.tenant is not None:
         return await services.records.run(visitor.tenant.id, name)
-    found = await services.run_list.records([RunId(name)])
+    found = await read_runs(services.connection, [RunId(name)])
     if not found:
         raise RunNotFound
     return found[0]

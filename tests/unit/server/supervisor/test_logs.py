@@ -7,7 +7,7 @@ import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
-from cotrain_server.supervisor.logs import NewLines, doing_in, reason_of_redis
+from cotrain_server.supervisor.logs import doing_in, reason_of_redis
 from cotrain_server.supervisor.process import Reason
 
 STARTED = ["# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo", "# Redis version=7.0.15", "# Server initialized"]
@@ -75,18 +75,15 @@ def test_a_redis_without_log_lines_gives_no_reason(tmp_path: Path) -> None:
     assert reason_of_redis(DataFolder(tmp_path), tmp_path, ["", "no JSON", '{"event": 1}']) is None
 
 
-def test_only_complete_new_lines_are_read(tmp_path: Path) -> None:
-    log = tmp_path / "w0.log"
-    assert NewLines(log).take() == []  # the log is missing so far
-    log.write_text("of an earlier start\n")
-    lines = NewLines(log)
-    with log.open("a") as written:
-        for text, found in [("one\ntw", ["one"]), ("", []), ("o\nthree\n", ["two", "three"])]:
-            written.write(text)
-            written.flush()
-            assert lines.take() == found
-    log.write_text("new\n")  # truncated, because it had grown large
-    assert lines.take() == ["new"]
+def test_only_lines_written_from_now_on_are_read(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    folder.log_of("w0").write_text("of an earlier start\n")
+    with folder.new_lines("w0") as lines, folder.log_of("w0").open("a") as log, folder.new_lines("w1") as of_no_log:
+        for text in ("one\n", "", "two\nthree\n"):
+            log.write(text)
+            log.flush()
+            assert "".join(lines) == text
+        assert list(of_no_log) == []
 
 
 def test_the_stage_of_a_start_is_read_from_its_log_line() -> None:

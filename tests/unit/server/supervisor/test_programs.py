@@ -9,7 +9,7 @@ from cotrain_server.supervisor.programs import Plan, Programs
 
 
 def programs(tmp_path: Path) -> Programs:
-    plan = Plan(("a", "b"), "127.0.0.1", 0, tmp_path, "unix:///none", (), False, {})
+    plan = Plan(("a", "b"), tmp_path, "unix:///none", {}, "127.0.0.1")
     return Programs(plan, DataFolder(tmp_path), "unix:///none", 0, 0)
 
 

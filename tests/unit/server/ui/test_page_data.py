@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from cotrain.wire.rest import HistoryPoint
-from cotrain_server.quotas import Quotas
 from cotrain_server.ui.charts import (
     SettingsRow,
     activity_of,
@@ -28,6 +27,7 @@ from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, Worke
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.status import Minute
 from cotrain_store.tenants.lists import RunPosition
+from cotrain_store.tenants.quotas import Quotas
 
 NOW = 10_000.0
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Annotated, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import HISTORY_POINTS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.intake import SampleLimits
-from cotrain_store.tenants.policies import LimitsOf, Policies, TenantLimits
-from cotrain_store.tenants.records import RecordLimits
+from cotrain_store.tenants.policies import Policies
 
 #: Lua scripts count exactly up to 2**53.
 LIMITS = 10**15
@@ -68,20 +66,14 @@ class Quotas(BaseModel):
         """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""
         return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
 
-    def tenant_limits(self) -> TenantLimits:
-        """Return the limits on one tenant's pending requests."""
-        return TenantLimits(
-            self.ops, self.tokens, self.bytes, self.runs, self.unread_bytes, self.samplers,
-            self.sampler_bytes, self.run_bytes, self.record_bytes, self.history_points,
-        )  # fmt: skip
 
-    def sample_limits(self) -> SampleLimits:
-        """Return the limits on one tenant's waiting and running sample requests."""
-        return SampleLimits(self.samples, self.bytes, self.unread_bytes, self.sample_tokens)
+QuotasOf: TypeAlias = Callable[[TenantId], Awaitable[Quotas]]
+"""Function that returns the current quotas of a tenant."""
 
-    def record_limits(self) -> RecordLimits:
-        """Return the limits on one tenant's sessions, samplers and records."""
-        return RecordLimits(self.sessions, self.samplers, self.record_bytes)
+
+async def default_quotas(_: TenantId) -> Quotas:
+    """Return the same quotas for every tenant."""
+    return Quotas()
 
 
 class OwnQuotas:
@@ -110,11 +102,3 @@ class OwnQuotas:
     def forget(self, tenant: TenantId) -> None:
         """Drop a tenant's cached quotas after a change."""
         self._known.pop(tenant, None)
-
-    def limits_of(self, part: Callable[[Quotas], Part]) -> LimitsOf[Part]:
-        """Return a function that returns one part of a tenant's quotas."""
-
-        async def limits(tenant: TenantId) -> Part:
-            return part(await self.of(tenant))
-
-        return limits

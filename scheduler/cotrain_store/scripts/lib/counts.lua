@@ -1,5 +1,24 @@
--- failure_add: count a failed request of a tenant, in the minute and in total, and keep its message.
--- The pool's minute has the key `minute`. The encoded failure is `result`.
+-- counts: counts of a pool, in total and in a minute; usage of a tenant in an hour; and its failed requests.
+local function add_counters(prefix, counts)
+  for name, value in pairs(counts) do
+    redis.call('HINCRBYFLOAT', prefix .. 'counters', name, value)
+  end
+end
+
+local function add_minute(minute, counts, ttl_s)
+  for name, value in pairs(counts) do
+    redis.call('HINCRBYFLOAT', minute, name, value)
+  end
+  redis.call('EXPIRE', minute, ttl_s)
+end
+
+local function add_usage(usage, field, amount, ttl_s)
+  redis.call('HINCRBYFLOAT', usage, field, amount)
+  redis.call('EXPIRE', usage, ttl_s)
+end
+
+-- Count a failed request, in the minute and in total, and keep its message. The pool's minute has the key `minute`.
+-- The encoded failure is `result`.
 local function add_failure(minute, tenant, request, result, ttl_s)
   local pool, start = string.match(minute, '{(.*)}:minute:(%d+)$')
   local counts = 'cotrain:failures:' .. start
