@@ -14,6 +14,7 @@ from pydantic import BaseModel, SecretStr
 
 from cotrain_server.administration import find_tenant, list_tenants, show_quotas, show_tenant, show_usage
 from cotrain_server.errors import Invalid
+from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.run_tables import busiest, targets_of, tokens_of_runs
@@ -24,25 +25,8 @@ from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
 
 SHOWN = 50
-#: Meaning of each limit, in one sentence.
-LIMITS: Mapping[str, str] = {
-    "ops": "Requests of training that wait, per base model.",
-    "tokens": "Tokens of these requests.",
-    "bytes": "Bytes of these requests.",
-    "runs": "Live runs.",
-    "run_bytes": "Weights and optimizer states of live runs, in memory and on disk.",
-    "unread_bytes": "Results that no client has fetched.",
-    "record_bytes": "Records of sessions and runs, also of ended ones.",
-    "history_points": "Points of the curves of all runs.",
-    "sessions": "Sessions with a live client.",
-    "samplers": "Samplers with a live client.",
-    "sampler_bytes": "Weights of saves without a name.",
-    "polls": "Open requests that wait for a result, per API process.",
-    "samples": "Sample requests that wait or run.",
-    "sample_tokens": "Maximum tokens of these sample requests: prompts and answers.",
-    "checkpoints": "Stored checkpoints.",
-    "checkpoint_bytes": "Bytes of stored checkpoints.",
-}
+#: Meaning of each limit.
+LIMITS = {name: field.description for name, field in Quotas.model_fields.items()}
 _LONGEST_SEARCH = 64
 
 
