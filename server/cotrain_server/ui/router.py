@@ -63,12 +63,8 @@ def _form(
     body: type[BaseModel] | None = None,
     *,
     back: str = "",
-    parts_in: Mapping[str, str] | None = None,
 ) -> None:
-    """Serve a form, with the handler that applies it, its body there, and the page to redirect to.
-
-    `parts_in` maps path parameters of the handler to the fields that contain them.
-    """
+    """Serve a form, with the handler that applies it, its body there, and the page to redirect to."""
 
     @forms.post(path, response_model=None, name=handler.__name__)
     @guarded
@@ -78,8 +74,6 @@ def _form(
         check_operator(visitor)
         parts = request.path_params
         given: dict[str, Any] = dict(parts)
-        if parts_in is not None:
-            given = {name: fields.get(field, "") for name, field in parts_in.items()}
         if body is not None:
             given["wanted"] = _body(body, fields)
         made = await handler(services=services, **given)
@@ -103,10 +97,6 @@ _form(_RUN + "/close", admin_workers.close, back="/runs/{run_id}")
 _form(_WORKER + "/drain", admin_workers.drain, back="/workers")
 _form(_WORKER + "/undrain", admin_workers.undrain, back="/workers")
 _form(_WORKER + "/selfcheck", admin_workers.selfcheck, back="/workers")
-_form(
-    _WORKER + "/move", admin_workers.move, MoveRequest,
-    back="/workers", parts_in={"tenant_id": "tenant", "run_id": "run"},
-)  # fmt: skip
 
 
 def _body(model: type[BaseModel], fields: Mapping[str, str]) -> BaseModel:
