@@ -76,12 +76,10 @@ class CompletionShape:
         """Return None, because a completion has no opening."""
 
     def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return the next part of the text."""
+        """Return the text, or its next part."""
         return {"text": text_in(segments)}
 
-    def whole(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return the text."""
-        return {"text": text_in(segments)}
+    whole = chunk
 
     def logprobs(self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]) -> dict[str, Any]:
         """Return columns. A token is always among its alternatives, even if that is one more than requested."""

@@ -5,7 +5,6 @@ secrets.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,14 +37,8 @@ _ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
 
 async def _read_tenants(request: PageRequest) -> dict[str, Any]:
     search = request.query.get("search", "")[:_LONGEST_SEARCH]
-    found = await list_tenants(request.services, search, _offset_of(request.query), SHOWN)
+    found = await list_tenants(request.services, search, request.offset, SHOWN)
     return {"search": search, **found.model_dump()}
-
-
-def _offset_of(query: Mapping[str, str]) -> int:
-    """Return the number of rows to skip; 0 for an invalid number."""
-    text = query.get("offset", "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", _read_tenants, for_operator=True)

@@ -38,9 +38,8 @@ router = APIRouter(include_in_schema=False)
 
 async def _read(request: PageRequest) -> dict[str, Any]:
     """Return the available models."""
-    services, own = request.services, request.visitor.tenant
-    tenants = {} if own else await offered_tenants(services.connection)
-    tenant = own.id if own else TenantId(request.query.get("tenant", "")[:200])
+    services, tenant = request.services, request.tenant
+    tenants = await offered_tenants(services.connection) if request.visitor.is_operator else {}
     if not tenant:
         return {"tenant": "", "tenants": tenants, "base_models": [], "checkpoints": []}
     await find_tenant(services, tenant)

@@ -29,7 +29,7 @@ from cotrain_server.views.server_status import list_workers
 from cotrain_server.views.waiting import WaitState, brief_why, read_why
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.fleet import Pauses
-from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
@@ -120,11 +120,10 @@ async def _read_compared(request: PageRequest) -> dict[str, Any]:
 async def _runs_of_sweep(request: PageRequest) -> list[str]:
     """Return the runs of the sweep in the address. The operator's address has the tenant, too."""
     name = request.query.get("sweep", "")[:64]
-    tenant = request.visitor.tenant.id if request.visitor.tenant else request.query.get("tenant", "")
-    if not name or not tenant:
+    if not name or not request.tenant:
         return []
     tagged = LabelQuery(tags=(f"sweep:{name}",))
-    found = await request.services.run_labels.matching(TenantId(tenant), tagged)
+    found = await request.services.run_labels.matching(request.tenant, tagged)
     return sorted(found, key=lambda run: (len(run), run))[:MAX_COMPARED]
 
 
@@ -177,11 +176,10 @@ async def _read_runs(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of the list."""
     services = request.services
     filters = {name: request.query.get(name, "")[:200] for name in _FILTERS}
-    tenant = request.visitor.tenant.id if request.visitor.tenant else None
+    is_operator = request.visitor.is_operator
     keep = keeps(filters["state"], filters["base_model"], filters["q"])
-    owner = tenant or (TenantId(filters["tenant"]) if filters["tenant"] else None)
     cursor = request.query.get("after", "")[:200]
-    page = await services.run_list.page(owner, cursor, RUNS_SHOWN, keep)
+    page = await services.run_list.page(request.tenant or None, cursor, RUNS_SHOWN, keep)
     positions = await services.run_list.positions(page.runs, request.now)
     pauses = await read_pauses(services.connection)
     return {
@@ -189,9 +187,9 @@ async def _read_runs(request: PageRequest) -> dict[str, Any]:
         "total_count": page.total_count,
         "next": _address(filters, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,
-        "tenants": {} if tenant else await offered_tenants(services.connection),
-        "asked": filters if tenant is None else {**filters, "tenant": ""},
-        "is_narrowed": keep is not None or (tenant is None and bool(filters["tenant"])),
+        "tenants": await offered_tenants(services.connection) if is_operator else {},
+        "asked": filters if is_operator else {**filters, "tenant": ""},
+        "is_narrowed": keep is not None or (is_operator and bool(filters["tenant"])),
         "states": tuple(STATES),
         "base_models": sorted(pool.base_model for pool in await services.records.pools()),
         "address": request.address,
