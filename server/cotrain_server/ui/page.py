@@ -51,7 +51,7 @@ class PageRequest:
 
 @dataclass(frozen=True)
 class Page:
-    """A page under `/ui`."""
+    """A page under `/ui`. `partial(Page, …)` decorates the function that reads its data."""
 
     path: str  # Route path: `/ui/runs/{run_id}`. The suffix `.json` gives the twin.
     name: str  # name in the navigation and the title

@@ -26,20 +26,20 @@ from cotrain_server.ui.pages import administration, checkpoints, cycles, overvie
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 
 PAGES: Sequence[Page] = (
-    overview.OVERVIEW_PAGE,
-    cycles.PAGE,
-    cycles.ONE,
-    run.RUNS_PAGE,
-    run.COMPARED,
-    run.RUN_PAGE,
-    checkpoints.PAGE,
-    playground.PAGE,
-    administration.USAGE_PAGE,
-    administration.TENANTS_PAGE,
-    administration.TENANT_PAGE,
-    administration.WORKERS_PAGE,
-    administration.AUDIT_PAGE,
-    administration.SETTINGS_PAGE,
+    overview.overview,
+    cycles.cycles,
+    cycles.one_cycle,
+    run.runs,
+    run.compared,
+    run.one_run,
+    checkpoints.checkpoints,
+    playground.playground,
+    administration.usage,
+    administration.tenants,
+    administration.one_tenant,
+    administration.workers,
+    administration.audit,
+    administration.settings,
 )
 
 router = APIRouter(include_in_schema=False)
@@ -137,7 +137,7 @@ def _number(text: str) -> int | float | str | None:
 
 
 def _new_key(visitor: Visitor, made: NewKey) -> Response:
-    context = page_context(administration.TENANT_PAGE, PAGES, visitor, time.time())
+    context = page_context(administration.one_tenant, PAGES, visitor, time.time())
     shown = {"tenant_id": made.tenant, "key": made.key, "layout": "layout.html"}
     return html("new_key.html", context | shown)
 

@@ -5,6 +5,7 @@ secrets.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,28 +36,24 @@ EVENTS_SHOWN = 100
 _ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
 
 
-async def _read_tenants(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/tenants", "Tenants", "tenants.html", for_operator=True)
+async def tenants(request: PageRequest) -> dict[str, Any]:
+    """Return the tenants whose name or id has the searched text."""
     search = request.query.get("search", "")[:_LONGEST_SEARCH]
     found = await list_tenants(request.services, search, request.offset, SHOWN)
     return {"search": search, **found.model_dump()}
 
 
-TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", _read_tenants, for_operator=True)
-
-
-async def _read_tenant(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", for_operator=True, in_navigation=False)
+async def one_tenant(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND."""
     tenant = await find_tenant(request.services, request.parts["tenant_id"])
     found = await show_tenant(request.services, tenant)
     return {"tenant": found.model_dump(), "limits": LIMITS, "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT}}
 
 
-TENANT_PAGE = Page(
-    "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", _read_tenant, for_operator=True, in_navigation=False
-)
-
-
-async def _read_usage(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/usage", "Usage", "usage.html", for_tenant=True)
+async def usage(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND for the operator."""
     if request.visitor.tenant is None:
         raise Refused(Reason.TENANT_NOT_FOUND)
@@ -68,10 +65,8 @@ async def _read_usage(request: PageRequest) -> dict[str, Any]:
     }
 
 
-USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", _read_usage, for_tenant=True)
-
-
-async def _read_audit(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/audit", "Audit", "audit.html", for_operator=True)
+async def audit(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
     before, tenant_id = request.query.get("before"), request.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
@@ -85,10 +80,8 @@ async def _read_audit(request: PageRequest) -> dict[str, Any]:
     }
 
 
-AUDIT_PAGE = Page("/ui/audit", "Audit", "audit.html", _read_audit, for_operator=True)
-
-
-async def _read_workers(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/workers", "Workers", "workers.html", poll_s=3, for_operator=True)
+async def workers(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Runs are listed only for workers whose runs can move."""
     workers = await list_workers(request.services)
     targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
@@ -112,10 +105,9 @@ async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict
     return busiest(tokens, await owners(services.connection, pool, list(tokens)))
 
 
-WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", _read_workers, poll_s=3, for_operator=True)
-
-
-async def _read_settings(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/settings", "Settings", "settings.html", for_operator=True)
+async def settings(request: PageRequest) -> dict[str, Any]:
+    """Return the settings of this process, without secrets."""
     settings = request.services.settings
     defaults = {name: field.default for name, field in type(settings).model_fields.items()}
     return {
@@ -150,6 +142,3 @@ def shown(name: str, value: Any) -> str:
         where = parts.netloc.rpartition("@")[2]
         return parts._replace(netloc=f"{HIDDEN}@{where}").geturl()
     return text
-
-
-SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", _read_settings, for_operator=True)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -40,7 +41,8 @@ _ACTIONS: Mapping[str, tuple[AuditEvent, str]] = {
 router = APIRouter(include_in_schema=False)
 
 
-async def _read(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/checkpoints", "Checkpoints", "checkpoints.html")
+async def checkpoints(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of a tenant's checkpoints."""
     services = request.services
     tenant, offset, is_operator = request.tenant, request.offset, request.visitor.is_operator
@@ -132,6 +134,3 @@ def _ttl_s(days: str) -> int | None:
     ttl_s = int(days) * DAY_S
     check_ttl(ttl_s)
     return ttl_s
-
-
-PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", _read)

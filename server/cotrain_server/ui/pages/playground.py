@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -36,7 +37,8 @@ _LEVELS = (-0.1, -1.0, -3.0)
 router = APIRouter(include_in_schema=False)
 
 
-async def _read(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/playground", "Playground", "playground.html")
+async def playground(request: PageRequest) -> dict[str, Any]:
     """Return the available models."""
     services, tenant = request.services, request.tenant
     tenants = await offered_tenants(services.connection) if request.visitor.is_operator else {}
@@ -175,6 +177,3 @@ def _temperature(text: str) -> float:
     if not 0 <= value <= 2:
         raise Invalid("temperature must be a number from 0 to 2.")
     return value
-
-
-PAGE = Page("/ui/playground", "Playground", "playground.html", _read)

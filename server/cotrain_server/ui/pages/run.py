@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -45,7 +46,8 @@ _FILTERS = ("state", "base_model", "q", "tenant")
 router = APIRouter(include_in_schema=False)
 
 
-async def _read_run(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/runs/{run_id}", "Run", "run.html", poll_s=5, in_navigation=False)
+async def one_run(request: PageRequest) -> dict[str, Any]:
     """Return the data of one run."""
     services = request.services
     run = await _run_of(services, request.visitor, request.parts["run_id"])
@@ -96,7 +98,8 @@ def _checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names} | {"metrics": dict(record.metrics)}
 
 
-async def _read_compared(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/compare", "Compare runs", "compare.html", in_navigation=False)
+async def compared(request: PageRequest) -> dict[str, Any]:
     """Return the curves and the settings of several runs: those named, and those of a sweep."""
     named = [*request.query.getlist("run"), *await _runs_of_sweep(request)]
     wanted = list(dict.fromkeys(named))
@@ -168,11 +171,8 @@ async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
     return found[0]
 
 
-RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", _read_run, poll_s=5, in_navigation=False)
-COMPARED = Page("/ui/compare", "Compare runs", "compare.html", _read_compared, in_navigation=False)
-
-
-async def _read_runs(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/runs", "Runs", "runs.html", poll_s=5)
+async def runs(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of the list."""
     services = request.services
     filters = {name: request.query.get(name, "")[:200] for name in _FILTERS}
@@ -199,6 +199,3 @@ async def _read_runs(request: PageRequest) -> dict[str, Any]:
 def _address(filters: Mapping[str, str], cursor: str) -> str:
     given = {name: value for name, value in filters.items() if value}
     return "/ui/runs?" + urlencode({**given, "after": cursor})
-
-
-RUNS_PAGE = Page("/ui/runs", "Runs", "runs.html", _read_runs, poll_s=5)
