@@ -69,7 +69,6 @@ REFUSED_TO_MEMBERS = {
     OF_ONES_OWN: 503,  # queued, without an engine that would run it
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/move": 404,  # no other worker
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/move": 404,
-    "POST /ui/workers/{pool_id}/{worker_id}/move": 404,
     "POST /ui/tenants/{tenant_id}/keys/{key_id}/revoke": 404,  # revoked just before
     **{f"{method} {CHECKPOINT}": 405 for method in ("GET", "POST", "PUT")},
     "POST /ui/login": 401,  # a wrong key

@@ -11,7 +11,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from cotrain.commands.sample import TextRequest, stream
+from cotrain.commands.sample import stream
 from tests.support.draws import variant
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
@@ -96,7 +96,7 @@ def test_characters_of_several_tokens_are_streamed_whole(
     with openai_client.chat.completions.create(model=MODEL, messages=HI, stream=True) as chunks:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     with httpx.Client(base_url=served.address, headers={"X-API-Key": ALICE}) as http:
-        assert "".join(stream(http, HI, TextRequest(MODEL))) == text
+        assert "".join(stream(http, HI, {"model": MODEL})) == text
 
 
 def test_a_stop_string_within_bytes_is_not_part_of_the_text(openai_client: openai.OpenAI, script: Script) -> None:

@@ -299,7 +299,4 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
     "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/selfcheck": _form(),
-    "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: Sent(
-        form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
-    ),
 }

@@ -48,10 +48,9 @@ def list_tenants(
          each.refused, "paused" if each.paused else None)
         for each in page.tenants
     )  # fmt: skip
-    print_result(page, table(columns, rows), as_json=as_json)
     left = page.total - offset - len(page.tenants)
-    if left > 0 and not as_json:
-        typer.echo(f"{left} more: --limit, --offset", err=True)
+    hint = f"{left} more: --limit, --offset" if left > 0 else ""
+    print_result(page, table(columns, rows), as_json=as_json, hint=hint)
 
 
 @tenants_app.command("show", epilog=examples("cotrain admin tenants show t-3f9c2a71"))
@@ -291,6 +290,5 @@ def audit(
         for event in page.events
     )
     columns = ("when", "key", "did", "tenant", "details")
-    print_result(page, table(columns, rows), as_json=as_json)
-    if page.next and not as_json:
-        typer.echo(f"more: --before {page.next}", err=True)
+    hint = f"more: --before {page.next}" if page.next else ""
+    print_result(page, table(columns, rows), as_json=as_json, hint=hint)

@@ -31,10 +31,9 @@ def list_runs(
     with opened() as service:
         rest = service.create_rest_client()
         page = rest.list_training_runs(limit, offset, tags=tag or (), text=text).result()
-    print_result(page.training_runs, _table(page.training_runs), as_json=as_json)
     remaining = page.cursor.total_count - offset - len(page.training_runs)
-    if remaining > 0 and not as_json:
-        typer.echo(f"{remaining} more: --limit, --offset", err=True)
+    hint = f"{remaining} more: --limit, --offset" if remaining > 0 else ""
+    print_result(page.training_runs, _table(page.training_runs), as_json=as_json, hint=hint)
 
 
 @app.command(epilog=examples("cotrain runs show 1f2e3d4c:train:0"))
@@ -151,9 +150,8 @@ def set_webhook(
     """Send events to this URL. Prints the signing secret, which is shown only once."""
     with opened() as service:
         made = service.create_rest_client().set_webhook(url, drift_above).result()
-    print_result(made, made.secret, as_json=as_json)
-    if not as_json:
-        typer.echo("kept by the server and shown once: verify each event with it", err=True)
+    hint = "kept by the server and shown once: verify each event with it"
+    print_result(made, made.secret, as_json=as_json, hint=hint)
 
 
 @webhooks_app.command("show", epilog=examples("cotrain webhooks show --json"))

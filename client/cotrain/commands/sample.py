@@ -5,9 +5,8 @@ The server's tokenizer converts text, so the client needs none.
 
 import json
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -21,20 +20,8 @@ COMPLETIONS, CHATS = "/oai/api/v1/completions", "/oai/api/v1/chat/completions"
 
 Message = dict[str, str]
 """`role` and `content`."""
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    """Sampling parameters; None selects the server's default."""
-
-    model: str
-    """A base model, or the path of sampler weights."""
-    n: int = 1
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
+Parameters = Mapping[str, Any]
+"""Fields of a request besides its prompt; None selects the server's default."""
 
 
 def sample_text(
@@ -65,7 +52,10 @@ def sample_text(
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     model = model_path or base_model or _only_model()
-    request = TextRequest(model, num_samples, max_tokens, temperature, top_p, seed, stop or None)
+    request: Parameters = {
+        "model": model, "n": num_samples, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+        "seed": seed, "stop": stop or None,
+    }  # fmt: skip
     before = [{"role": "system", "content": system}] if system else []
     with failing_in_a_sentence(), plain_http(client_settings()) as http:
         if prompt is None:
@@ -85,10 +75,10 @@ def _only_model() -> str:
     return names[0]
 
 
-def _sample(http: httpx.Client, prompt: str | Sequence[Message], request: TextRequest, as_json: bool) -> None:
+def _sample(http: httpx.Client, prompt: str | Sequence[Message], request: Parameters, as_json: bool) -> None:
     if as_json:
         print_json(_as_json(sample(http, prompt, request)))
-    elif request.n == 1:
+    elif request["n"] == 1:
         for text in stream(http, prompt, request):
             _show(text)
         typer.echo()
@@ -107,7 +97,7 @@ def _as_json(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _chat(http: httpx.Client, before: list[Message], request: TextRequest) -> None:
+def _chat(http: httpx.Client, before: list[Message], request: Parameters) -> None:
     messages = list(before)
     while (line := _next_line()) is not None:
         if line.strip():
@@ -124,7 +114,7 @@ def _next_line() -> str | None:
         return None
 
 
-def _answer(http: httpx.Client, messages: Sequence[Message], request: TextRequest) -> str:
+def _answer(http: httpx.Client, messages: Sequence[Message], request: Parameters) -> str:
     """Print an answer while it arrives, and return it. Ctrl-C ends it and keeps the text so far."""
     shown: list[str] = []
     with suppress(KeyboardInterrupt), closing(stream(http, messages, request)) as texts:
@@ -146,14 +136,14 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def sample(http: httpx.Client, prompt: str | Sequence[Message], request: TextRequest) -> dict[str, Any]:
+def sample(http: httpx.Client, prompt: str | Sequence[Message], request: Parameters) -> dict[str, Any]:
     """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
     path, body = _path_and_body(prompt, request)
     answer: dict[str, Any] = checked(http.post(path, json=body)).json()
     return answer
 
 
-def stream(http: httpx.Client, prompt: str | Sequence[Message], request: TextRequest) -> Generator[str]:
+def stream(http: httpx.Client, prompt: str | Sequence[Message], request: Parameters) -> Generator[str]:
     """Yield the text in parts as they become final. Closing the generator early cancels the sample.
 
     Raises APIStatusError, also after the first part.
@@ -172,8 +162,8 @@ def text_of(choice: dict[str, Any]) -> str:
     return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
 
 
-def _path_and_body(prompt: str | Sequence[Message], request: TextRequest) -> tuple[str, dict[str, Any]]:
-    parameters = {name: value for name, value in asdict(request).items() if value is not None}
+def _path_and_body(prompt: str | Sequence[Message], request: Parameters) -> tuple[str, dict[str, Any]]:
+    parameters = {name: value for name, value in request.items() if value is not None}
     if isinstance(prompt, str):
         return COMPLETIONS, {**parameters, "prompt": prompt}
     return CHATS, {**parameters, "messages": list(prompt)}

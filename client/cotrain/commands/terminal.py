@@ -105,13 +105,15 @@ def print_rich(content: RenderableType) -> None:
     Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(Harmless(content))
 
 
-def print_result(value: Any, *shown: RenderableType, as_json: bool) -> None:
-    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, one below the other."""
+def print_result(value: Any, *shown: RenderableType, as_json: bool, hint: str = "") -> None:
+    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, and a hint on stderr."""
     if as_json:
         print_json(value)
         return
     for part in shown:
         print_rich(part)
+    if hint:
+        typer.echo(hint, err=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -16,7 +16,6 @@ from cotrain_store.tenants.policies import Policies
 
 #: Lua scripts count exactly up to 2**53.
 LIMITS = 10**15
-Part = TypeVar("Part")
 AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
 
 #: Maximum delay until a change by the operator takes effect in every API process, in seconds.
@@ -25,15 +24,21 @@ _CACHE_SIZE = 10_000
 
 
 class Quotas(BaseModel):
-    """Quotas of one tenant. Requests above them are refused or wait, see docs/operate/limits.md."""
+    """Quotas of one tenant. Requests above them are refused or wait, see docs/operate/limits.md.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    The pages show the sentences of the fields.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     ops: AtLeastOne = 512
-    """Pending requests in one pool, with limits on their `tokens` and `bytes`."""
+    """Training requests that wait, per base model."""
     tokens: AtLeastOne = 8_000_000
+    """Tokens of these requests."""
     bytes: AtLeastOne = 1_000_000_000
+    """Bytes of these requests."""
     runs: AtLeastOne = 1_000
+    """Live runs."""
     run_bytes: Annotated[int, Field(ge=0, le=LIMITS)] = 0
     """Bytes of live runs, each with its state once in memory and twice on disk. 0: 200 GB or, if
     larger, eight runs of the largest rank on the largest base model.
@@ -49,18 +54,20 @@ class Quotas(BaseModel):
     sessions: AtLeastOne = 10_000
     """Sessions with a live client."""
     samplers: AtLeastOne = 10_000
+    """Samplers with a live client."""
     sampler_bytes: AtLeastOne = 100_000_000_000
     """Bytes of weights from saves without a name. Above it, samplers unused for half an hour are replaced by new ones.
     """
     polls: AtLeastOne = 2_000
-    """Open polls in one API process."""
+    """Open requests that wait for a result, per API process."""
     samples: AtLeastOne = 2_000
     """Sample requests that are waiting or running. Above it, clients slow down."""
     sample_tokens: AtLeastOne = 16_000_000
     """Maximum tokens of these requests: prompts plus `num_samples` times `max_tokens`. Above it, clients slow down."""
     checkpoints: AtLeastOne = 10_000
+    """Stored checkpoints. Above it, saves fail."""
     checkpoint_bytes: AtLeastOne = 100_000_000_000
-    """Stored checkpoints and their bytes. Above it, saves fail."""
+    """Bytes of stored checkpoints. Above it, saves fail."""
 
     def over(self, own: Mapping[str, int]) -> Quotas:
         """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""

@@ -1,6 +1,5 @@
 """OpenAI-compatible endpoints, for clients with `base_url=".../oai/api/v1"`."""
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,22 +8,15 @@ from cotrain_server.http.request_body import body_weight
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.samples import is_sampleable
-from cotrain_server.text_apis.answers import Reply, chat_reply, generate
+from cotrain_server.text_apis.answers import chat_reply, generate
 from cotrain_server.text_apis.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     OpenAIError,
     openai_error,
 )
-from cotrain_server.text_apis.openai_responses import ChatShape, CompletionAnswer, CompletionShape
-from cotrain_server.text_apis.prompts import (
-    count_prompt_tokens,
-    find_target,
-    find_weights,
-    prompt_bodies,
-    text_weight,
-    written_characters,
-)
+from cotrain_server.text_apis.openai_responses import ChatShape, CompletionAnswer, CompletionShape, completion_reply
+from cotrain_server.text_apis.prompts import count_prompt_tokens, find_weights
 from cotrain_server.text_apis.responses_api import ResponseAnswer, ResponseRequest
 from cotrain_server.text_apis.route import STREAMS, InferenceRoute, read_request, responses
 
@@ -67,19 +59,7 @@ def _listed(name: str) -> dict[str, Any]:
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Continue one or more texts."""
     wanted = await read_request(request, services, tenant.id, CompletionRequest)
-    target = await find_target(services, tenant.id, wanted.model)
-    prompts = wanted.prompts
-    weight = body_weight(request) + text_weight(written_characters(prompts))
-    make = partial(
-        prompt_bodies,
-        target,
-        prompts,
-        wanted.body,
-        echo=bool(wanted.echo),
-        special=wanted.add_special_tokens is not False,
-    )
-    bodies, echoes = await services.parser.run(tenant.id, weight, make)
-    reply = Reply(wanted.model, target, bodies, wanted.stop_strings, continues=True, echoes=echoes)
+    reply = await completion_reply(services, tenant.id, wanted, body_weight(request))
     answer = CompletionAnswer(wanted, reply, CompletionShape(), wants_logprobs=wanted.logprobs is not None)
     return await generate(request, services, reply, answer, wanted.stream)
 

@@ -60,11 +60,6 @@ class ChatTemplate:
         self.tool_form = form_of(source)
         self.has_thinking = OPEN_THINKING in source
 
-    @property
-    def thinking_option(self) -> str | None:
-        """Option that sets the reasoning of the model, or None."""
-        return next((name for name in ("enable_thinking", "thinking") if name in self.options), None)
-
     def check_tools(self) -> None:
         """Raise Invalid if the model cannot be given tools."""
         if not self.has_tools:
@@ -76,7 +71,7 @@ class ChatTemplate:
 
     def thinking_options(self, thinking: Thinking) -> dict[str, Any]:
         """Return the options that set the reasoning. Raises Invalid if the template has none."""
-        name = self.thinking_option
+        name = next((name for name in ("enable_thinking", "thinking") if name in self.options), None)
         if thinking.effort and "reasoning_effort" in self.options:
             return {"reasoning_effort": thinking.effort}
         if name is not None:

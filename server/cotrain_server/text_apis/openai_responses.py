@@ -2,18 +2,22 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
+from cotrain_server.services import Services
 from cotrain_server.text_apis.answers import Reply, SequenceText, event
 from cotrain_server.text_apis.generation import Ended, NewTokens, policy_fields
 from cotrain_server.text_apis.message_parts import Reasoning, Segment, Text, text_in
-from cotrain_server.text_apis.openai_requests import GenerationRequest, openai_error
+from cotrain_server.text_apis.openai_requests import CompletionRequest, GenerationRequest, openai_error
+from cotrain_server.text_apis.prompts import find_target, prompt_bodies, text_weight, written_characters
 from cotrain_server.text_apis.route import Refusal
 from cotrain_server.text_apis.token_texts import Part, TokenTexts
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from cotrain_server.text_apis.tools import Call
+from cotrain_store.messages.ids import TenantId
 
 #: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.
 IMPOSSIBLE = -9999.0
@@ -72,12 +76,10 @@ class CompletionShape:
         """Return None, because a completion has no opening."""
 
     def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return the next part of the text."""
+        """Return the text, or its next part."""
         return {"text": text_in(segments)}
 
-    def whole(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return the text."""
-        return {"text": text_in(segments)}
+    whole = chunk
 
     def logprobs(self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]) -> dict[str, Any]:
         """Return columns. A token is always among its alternatives, even if that is one more than requested."""
@@ -156,6 +158,24 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float | None, part: Part) 
 
 def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, IMPOSSIBLE)
+
+
+async def completion_reply(
+    services: Services, tenant: TenantId, wanted: CompletionRequest, body_weight: int = 0
+) -> Reply:
+    """Return the reply to a completion, whose body has a weight. Raises the errors of `find_target` and `prompt_bodies`."""
+    target, prompts = await find_target(services, tenant, wanted.model), wanted.prompts
+    make = partial(
+        prompt_bodies,
+        target,
+        prompts,
+        wanted.body,
+        echo=bool(wanted.echo),
+        special=wanted.add_special_tokens is not False,
+    )
+    weight = body_weight + text_weight(written_characters(prompts))
+    bodies, echoes = await services.parser.run(tenant, weight, make)
+    return Reply(wanted.model, target, bodies, wanted.stop_strings, continues=True, echoes=echoes)
 
 
 class Choice:

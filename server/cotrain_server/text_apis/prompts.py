@@ -46,34 +46,29 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Model(Weights):
-    """Weights with tokenizer and chat template."""
+class Model:
+    """Base model with tokenizer and chat template."""
 
+    pool: PoolRecord
     language: Language
 
 
 @dataclass(frozen=True)
 class Target(Model):
-    """A model with its sampler."""
+    """A model with the sampler of some weights."""
 
     sampler: SamplerRecord
 
 
 async def find_target(services: Services, tenant: TenantId, model: str) -> Target:
-    """Return the target of a model name. Its sampler is created at the first request and reused
-    afterwards. Raises the errors of `find_model`.
+    """Return the target of a model name. Its sampler is created at the first request and reused afterwards.
+
+    Raises Invalid without a tokenizer, and the errors of `find_weights`.
     """
-    found = await find_model(services, tenant, model)
-    made = _sampler(tenant, found.pool, found.checkpoint, found.path)
-    sampler = await services.records.create_sampler(made)
-    return Target(found.path, found.checkpoint, found.pool, found.language, sampler)
-
-
-async def find_model(services: Services, tenant: TenantId, model: str) -> Model:
-    """Return the model of a name. Raises Invalid without a tokenizer, and the errors of `find_weights`."""
-    found = await find_weights(services, tenant, model)
-    language = await language_of(found.pool, services.settings)
-    return Model(found.path, found.checkpoint, found.pool, language)
+    weights = await find_weights(services, tenant, model)
+    language = await language_of(weights.pool, services.settings)
+    sampler = await services.records.create_sampler(_sampler(tenant, weights))
+    return Target(weights.pool, language, sampler)
 
 
 async def find_weights(services: Services, tenant: TenantId, model: str) -> Weights:
@@ -106,7 +101,8 @@ def _halves(model: str) -> tuple[str, str]:
     return base_model, path
 
 
-def _sampler(tenant: TenantId, pool: PoolRecord, checkpoint: CheckpointRecord | None, path: str) -> SamplerRecord:
+def _sampler(tenant: TenantId, found: Weights) -> SamplerRecord:
+    pool, checkpoint, path = found.pool, found.checkpoint, found.path
     weights = checkpoint.weights if checkpoint else None
     # The id is derived from all properties, so a renamed checkpoint gives another sampler. A
     # session opened by a client never has such an id.
@@ -174,8 +170,9 @@ def chat_prompt(model: Model, chat: Chat) -> list[int]:
 
 
 async def count_prompt_tokens(services: Services, tenant: TenantId, name: str, chat: Chat) -> int:
-    """Return the number of prompt tokens of a chat. Raises the errors of `find_model` and `chat_prompt`."""
-    make = partial(chat_prompt, await find_model(services, tenant, name), chat)
+    """Return the number of prompt tokens of a chat. Raises the errors of `find_target` and `chat_prompt`."""
+    pool = (await find_weights(services, tenant, name)).pool
+    make = partial(chat_prompt, Model(pool, await language_of(pool, services.settings)), chat)
     return len(await services.parser.run(tenant, text_weight(chat.characters), make))
 
 

@@ -12,7 +12,7 @@ from fastapi.encoders import jsonable_encoder
 from fastapi.responses import RedirectResponse
 from starlette.datastructures import QueryParams
 
-from cotrain_server.errors import NotLoggedIn
+from cotrain_server.errors import Invalid, NotLoggedIn
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import server_url
 from cotrain_server.services import Services
@@ -20,6 +20,7 @@ from cotrain_server.ui.access import LOGIN, Visitor, check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_server.views.server_status import FLEET_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
+from cotrain_store.messages.ids import TenantId
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,24 @@ class PageRequest:
     now: float
     address: str  # base URL of the server, without a trailing slash
 
+    @property
+    def tenant(self) -> TenantId:
+        """Tenant whose data is shown: the visitor, or the operator's choice; empty without a choice."""
+        own = self.visitor.tenant
+        return own.id if own else TenantId(self.query.get("tenant", "")[:200])
+
+    @property
+    def offset(self) -> int:
+        """Number of rows to skip. Raises Invalid."""
+        text = self.query.get("offset", "0")
+        if not (text.isascii() and text.isdecimal()) or len(text) > 9:
+            raise Invalid("offset must be a whole number of at least 0.")
+        return int(text)
+
 
 @dataclass(frozen=True)
 class Page:
-    """A page under `/ui`."""
+    """A page under `/ui`. `partial(Page, …)` decorates the function that reads its data."""
 
     path: str  # Route path: `/ui/runs/{run_id}`. The suffix `.json` gives the twin.
     name: str  # name in the navigation and the title

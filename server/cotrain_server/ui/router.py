@@ -26,20 +26,20 @@ from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_store.tenants.quotas import Quotas
 
 PAGES: Sequence[Page] = (
-    overview.OVERVIEW_PAGE,
-    cycles.PAGE,
-    cycles.ONE,
-    run.RUNS_PAGE,
-    run.COMPARED,
-    run.RUN_PAGE,
-    checkpoints.PAGE,
-    playground.PAGE,
-    administration.USAGE_PAGE,
-    administration.TENANTS_PAGE,
-    administration.TENANT_PAGE,
-    administration.WORKERS_PAGE,
-    administration.AUDIT_PAGE,
-    administration.SETTINGS_PAGE,
+    overview.overview,
+    cycles.cycles,
+    cycles.one_cycle,
+    run.runs,
+    run.compared,
+    run.one_run,
+    checkpoints.checkpoints,
+    playground.playground,
+    administration.usage,
+    administration.tenants,
+    administration.one_tenant,
+    administration.workers,
+    administration.audit,
+    administration.settings,
 )
 
 router = APIRouter(include_in_schema=False)
@@ -63,12 +63,8 @@ def _form(
     body: type[BaseModel] | None = None,
     *,
     back: str = "",
-    parts_in: Mapping[str, str] | None = None,
 ) -> None:
-    """Serve a form, with the handler that applies it, its body there, and the page to redirect to.
-
-    `parts_in` maps path parameters of the handler to the fields that contain them.
-    """
+    """Serve a form, with the handler that applies it, its body there, and the page to redirect to."""
 
     @forms.post(path, response_model=None, name=handler.__name__)
     @guarded
@@ -78,8 +74,6 @@ def _form(
         check_operator(visitor)
         parts = request.path_params
         given: dict[str, Any] = dict(parts)
-        if parts_in is not None:
-            given = {name: fields.get(field, "") for name, field in parts_in.items()}
         if body is not None:
             given["wanted"] = _body(body, fields)
         made = await handler(services=services, **given)
@@ -103,10 +97,6 @@ _form(_RUN + "/close", admin_workers.close, back="/runs/{run_id}")
 _form(_WORKER + "/drain", admin_workers.drain, back="/workers")
 _form(_WORKER + "/undrain", admin_workers.undrain, back="/workers")
 _form(_WORKER + "/selfcheck", admin_workers.selfcheck, back="/workers")
-_form(
-    _WORKER + "/move", admin_workers.move, MoveRequest,
-    back="/workers", parts_in={"tenant_id": "tenant", "run_id": "run"},
-)  # fmt: skip
 
 
 def _body(model: type[BaseModel], fields: Mapping[str, str]) -> BaseModel:
@@ -147,7 +137,7 @@ def _number(text: str) -> int | float | str | None:
 
 
 def _new_key(visitor: Visitor, made: NewKey) -> Response:
-    context = page_context(administration.TENANT_PAGE, PAGES, visitor, time.time())
+    context = page_context(administration.one_tenant, PAGES, visitor, time.time())
     shown = {"tenant_id": made.tenant, "key": made.key, "layout": "layout.html"}
     return html("new_key.html", context | shown)
 

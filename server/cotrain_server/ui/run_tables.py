@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.admin import WorkerShown
-from cotrain_server.ui.number_format import age, plural
+from cotrain.wire.rest import WaitCause
 from cotrain_server.views.records import mean_loss
-from cotrain_store.messages.fleet import Pauses
-from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_server.views.waiting import Found
+from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
@@ -19,33 +19,27 @@ from cotrain_store.tenants.lists import RunPosition
 
 #: Filters of a list, and the states that they select.
 STATES: Mapping[str, RunState] = {"live": RunState.LIVE, "ended": RunState.CLOSED, "failed": RunState.FAILED}
-#: State of a run with requests, whose worker is unavailable.
-NO_WORKER = "no worker"
-_WORDS: Mapping[RunState, tuple[str, str]] = {
-    RunState.LIVE: ("idle", ""),
-    RunState.CLOSED: ("ended", ""),
-    RunState.FAILED: ("failed", "bad"),
+#: State of a run in a word or two, and its colour, by the cause for which it waits.
+_WORDS: Mapping[WaitCause, tuple[str, str]] = {
+    "ended": ("ended", ""),
+    "failed": ("failed", "bad"),
+    "idle": ("idle", ""),
+    "paused": ("paused", "warn"),
+    "no_worker": ("no worker", "bad"),
+    "restarting": ("no worker", "bad"),
+    "running": ("running", "ok"),
+    "large_pass": ("running", "ok"),
 }
 
 
-def run_row(
-    run: RunRecord,
-    position: RunPosition,
-    pauses: Pauses,
-    names: Mapping[TenantId, str],
-    now: float,
-    unavailable: Mapping[tuple[PoolId, str], float | None],
-) -> dict[str, Any]:
-    """Return the row of one run. `unavailable` has the unavailable workers, with the time of their exit."""
-    is_lost = (run.pool, position.worker) in unavailable
-    state, kind = state_of(run, position, pauses, is_lost=is_lost)
-    waits = waits_for(run, position, pauses, now)
-    if state == NO_WORKER:
-        waits = _without_worker(position, unavailable[run.pool, position.worker], now)
+def run_row(run: RunRecord, position: RunPosition, found: Found, tenant_name: str) -> dict[str, Any]:
+    """Return the row of one run, which waits for the cause `found` of `brief_why`."""
+    cause, waits = found
+    state, kind = _WORDS.get(cause, ("waiting", "info"))
     return {
         "run": run.id,
         "tenant": run.tenant,
-        "tenant_name": names.get(run.tenant, ""),
+        "tenant_name": tenant_name,
         "base_model": run.base_model,
         "rank": run.lora.rank,
         "label": label_of(run),
@@ -62,46 +56,6 @@ def run_row(
         "created_at": run.created_at,
         "last_request_at": run.last_request_at,
     }
-
-
-def state_of(run: RunRecord, position: RunPosition, pauses: Pauses, *, is_lost: bool = False) -> tuple[str, str]:
-    """Return the state of a run in a word or two, and its colour."""
-    if run.state is RunState.LIVE and position.accepted > position.done:
-        if is_lost:
-            return NO_WORKER, "bad"
-        if pauses.notice(run.tenant, run.id):
-            return "paused", "warn"
-        return ("running", "ok") if position.planned > position.done else ("waiting", "info")
-    return _WORDS[run.state]
-
-
-def _without_worker(position: RunPosition, since: float | None, now: float) -> str:
-    """Return the sentence for a run whose worker is unavailable, `since` the time of its exit."""
-    left = plural(position.accepted - position.done, "request")
-    return f"Its worker is unavailable{f', since {age(now - since)}' if since else ''}. {left} waiting."
-
-
-def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float) -> str:
-    """Return a sentence with the reason for which a run waits."""
-    if run.state is RunState.CLOSED:
-        return "It has ended."
-    if run.state is RunState.FAILED:
-        return "Stopped: a replay after a crash gave other numbers."
-    left = position.accepted - position.done
-    if left <= 0:
-        return "Idle: all its requests are done."
-    if pause := pauses.notice(run.tenant, run.id):
-        return f"{pause[0].upper()}{pause[1:]}."
-    in_cycle = position.planned - position.done
-    if in_cycle > 0:
-        rest = f", {left - in_cycle:,} waiting" if left > in_cycle else ""
-        return f"{plural(in_cycle, 'request')} in the current cycle{rest}."
-    if position.gap_since_ms is not None and position.ready_since_ms is None:
-        return (
-            f"Request {position.planned + 1} is missing; later ones wait for it, "
-            f"since {age(now - position.gap_since_ms / 1000)}."
-        )
-    return f"{plural(left, 'request')} waiting for a cycle."
 
 
 def short_id(run: RunId) -> str:

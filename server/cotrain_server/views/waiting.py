@@ -45,13 +45,22 @@ class WaitState:
 
 def why(state: WaitState) -> WaitReason:
     """Return the true cause for which a run waits, the most severe one first."""
-    run, position = state.run, state.position
-    found = _end(run) or _idle(state) or _paused(state) or _unserved(state)
-    if found is None and position.planned > position.done:
+    cause, text = _own_cause(state) or _other_work(state) or _share(state)
+    return WaitReason(training_run_id=state.run.id, cause=cause, reason=text)
+
+
+def brief_why(state: WaitState) -> Found:
+    """Return the cause without the other work of the pool, which a state of a list does not have."""
+    count = _count(state.position.accepted - state.position.done, "request")
+    return _own_cause(state) or ("cycle", f"It waits with {count} for a cycle.")
+
+
+def _own_cause(state: WaitState) -> Found | None:
+    """Return the cause if it is the run itself, its tenant or its worker."""
+    found = _end(state.run) or _idle(state) or _paused(state) or _unserved(state)
+    if found is None and state.position.planned > state.position.done:
         found = _running(state)
-    found = found or _gap(state) or _other_work(state) or _share(state)
-    cause, text = found
-    return WaitReason(training_run_id=run.id, cause=cause, reason=text)
+    return found or _gap(state)
 
 
 def _end(run: RunRecord) -> Found | None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from cotrain import ServiceClient
 from cotrain.cli import command_line
 from cotrain.commands import sample, terminal, workers
-from cotrain.commands.sample import TextRequest, stream
+from cotrain.commands.sample import stream
 from cotrain.errors import BadRequestError, InternalServerError, MalformedMessage
 from tests.support.fake_api import refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
@@ -208,7 +208,7 @@ def test_the_exit_status_is_that_of_the_worst_worker(
     assert (found.exit_code, words in found.output) == (status, True), found.output
 
 
-ASKED = TextRequest("m")
+ASKED = {"model": "m"}
 ONE = b'data: {"choices": [{"text": "one"}]}\n\n'
 
 

@@ -5,7 +5,7 @@ secrets.
 """
 
 import re
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from pydantic import BaseModel, SecretStr
 
 from cotrain_server.administration import find_tenant, list_tenants, show_quotas, show_tenant, show_usage
 from cotrain_server.errors import Invalid
+from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.run_tables import busiest, targets_of, tokens_of_runs
@@ -24,25 +25,8 @@ from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
 
 SHOWN = 50
-#: Meaning of each limit, in one sentence.
-LIMITS: Mapping[str, str] = {
-    "ops": "Requests of training that wait, per base model.",
-    "tokens": "Tokens of these requests.",
-    "bytes": "Bytes of these requests.",
-    "runs": "Live runs.",
-    "run_bytes": "Weights and optimizer states of live runs, in memory and on disk.",
-    "unread_bytes": "Results that no client has fetched.",
-    "record_bytes": "Records of sessions and runs, also of ended ones.",
-    "history_points": "Points of the curves of all runs.",
-    "sessions": "Sessions with a live client.",
-    "samplers": "Samplers with a live client.",
-    "sampler_bytes": "Weights of saves without a name.",
-    "polls": "Open requests that wait for a result, per API process.",
-    "samples": "Sample requests that wait or run.",
-    "sample_tokens": "Maximum tokens of these sample requests: prompts and answers.",
-    "checkpoints": "Stored checkpoints.",
-    "checkpoint_bytes": "Bytes of stored checkpoints.",
-}
+#: Meaning of each limit.
+LIMITS = {name: field.description for name, field in Quotas.model_fields.items()}
 _LONGEST_SEARCH = 64
 
 
@@ -52,34 +36,24 @@ EVENTS_SHOWN = 100
 _ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
 
 
-async def _read_tenants(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/tenants", "Tenants", "tenants.html", for_operator=True)
+async def tenants(request: PageRequest) -> dict[str, Any]:
+    """Return the tenants whose name or id has the searched text."""
     search = request.query.get("search", "")[:_LONGEST_SEARCH]
-    found = await list_tenants(request.services, search, _offset_of(request.query), SHOWN)
+    found = await list_tenants(request.services, search, request.offset, SHOWN)
     return {"search": search, **found.model_dump()}
 
 
-def _offset_of(query: Mapping[str, str]) -> int:
-    """Return the number of rows to skip; 0 for an invalid number."""
-    text = query.get("offset", "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-
-
-TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", _read_tenants, for_operator=True)
-
-
-async def _read_tenant(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", for_operator=True, in_navigation=False)
+async def one_tenant(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND."""
     tenant = await find_tenant(request.services, request.parts["tenant_id"])
     found = await show_tenant(request.services, tenant)
     return {"tenant": found.model_dump(), "limits": LIMITS, "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT}}
 
 
-TENANT_PAGE = Page(
-    "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", _read_tenant, for_operator=True, in_navigation=False
-)
-
-
-async def _read_usage(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/usage", "Usage", "usage.html", for_tenant=True)
+async def usage(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND for the operator."""
     if request.visitor.tenant is None:
         raise Refused(Reason.TENANT_NOT_FOUND)
@@ -91,10 +65,8 @@ async def _read_usage(request: PageRequest) -> dict[str, Any]:
     }
 
 
-USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", _read_usage, for_tenant=True)
-
-
-async def _read_audit(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/audit", "Audit", "audit.html", for_operator=True)
+async def audit(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
     before, tenant_id = request.query.get("before"), request.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
@@ -108,10 +80,8 @@ async def _read_audit(request: PageRequest) -> dict[str, Any]:
     }
 
 
-AUDIT_PAGE = Page("/ui/audit", "Audit", "audit.html", _read_audit, for_operator=True)
-
-
-async def _read_workers(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/workers", "Workers", "workers.html", poll_s=3, for_operator=True)
+async def workers(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Runs are listed only for workers whose runs can move."""
     workers = await list_workers(request.services)
     targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
@@ -135,10 +105,9 @@ async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict
     return busiest(tokens, await owners(services.connection, pool, list(tokens)))
 
 
-WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", _read_workers, poll_s=3, for_operator=True)
-
-
-async def _read_settings(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/settings", "Settings", "settings.html", for_operator=True)
+async def settings(request: PageRequest) -> dict[str, Any]:
+    """Return the settings of this process, without secrets."""
     settings = request.services.settings
     defaults = {name: field.default for name, field in type(settings).model_fields.items()}
     return {
@@ -173,6 +142,3 @@ def shown(name: str, value: Any) -> str:
         where = parts.netloc.rpartition("@")[2]
         return parts._replace(netloc=f"{HIDDEN}@{where}").geturl()
     return text
-
-
-SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", _read_settings, for_operator=True)

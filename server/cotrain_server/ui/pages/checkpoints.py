@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -26,31 +27,26 @@ from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 SHOWN = 50
 _SHOWN = ("run", "name", "kind", "path", "base_model", "size", "created_at", "expires_at", "public")
 DAY_S = 24 * 3600
-DONE: Mapping[str, str] = {
-    "delete": "The checkpoint is deleted. What was loaded from it stays.",
-    "publish": "Every tenant of this server may load, sample and download the checkpoint now.",
-    "unpublish": "The checkpoint is its owner's alone again.",
-    "ttl": "The checkpoint expires when you said.",
-}
-
-#: Actions of a form.
-_EVENTS: Mapping[str, AuditEvent] = {
-    "delete": AuditEvent.CHECKPOINT_DELETE,
-    "publish": AuditEvent.CHECKPOINT_PUBLISH,
-    "unpublish": AuditEvent.CHECKPOINT_UNPUBLISH,
-    "ttl": AuditEvent.CHECKPOINT_SET_TTL,
+#: Actions of a form: the event in the audit log, and the sentence of the page afterwards.
+_ACTIONS: Mapping[str, tuple[AuditEvent, str]] = {
+    "delete": (AuditEvent.CHECKPOINT_DELETE, "The checkpoint is deleted. What was loaded from it stays."),
+    "publish": (
+        AuditEvent.CHECKPOINT_PUBLISH,
+        "Every tenant of this server may load, sample and download the checkpoint now.",
+    ),
+    "unpublish": (AuditEvent.CHECKPOINT_UNPUBLISH, "The checkpoint is its owner's alone again."),
+    "ttl": (AuditEvent.CHECKPOINT_SET_TTL, "The checkpoint expires when you said."),
 }
 
 router = APIRouter(include_in_schema=False)
 
 
-async def _read(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/checkpoints", "Checkpoints", "checkpoints.html")
+async def checkpoints(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of a tenant's checkpoints."""
     services = request.services
-    own = request.visitor.tenant.id if request.visitor.tenant else None
-    tenant = own or TenantId(request.query.get("tenant", "")[:200])
-    offset = _offset(request.query.get("offset", "0"))
-    done = DONE.get(request.query.get("done", ""), "")
+    tenant, offset, is_operator = request.tenant, request.offset, request.visitor.is_operator
+    _, done = _ACTIONS.get(request.query.get("done", ""), (None, ""))
     if not tenant:
         nothing = {"tenant": "", "tenant_name": "", "checkpoints": None, "next": None}
         return {**nothing, "tenants": await offered_tenants(services.connection), "done": done}
@@ -59,10 +55,10 @@ async def _read(request: PageRequest) -> dict[str, Any]:
     count, size = await services.checkpoints.stored_bytes(tenant)
     quotas = await services.quotas.of(tenant)
     more = offset + SHOWN < page.total_count
-    given = {"tenant": tenant} if own is None else {}
+    given = {"tenant": tenant} if is_operator else {}
     return {
         "tenant": tenant,
-        "tenants": {} if own else await offered_tenants(services.connection),
+        "tenants": await offered_tenants(services.connection) if is_operator else {},
         "tenant_name": names.get(tenant, ""),
         "checkpoints": [_row(checkpoint) for checkpoint in page.items],
         "total_count": page.total_count,
@@ -84,10 +80,10 @@ async def change(request: Request, services: ServicesDep) -> Response:
     checkpoint = await services.records.checkpoint(tenant, fields.get("path", ""))
     names = (tenant, checkpoint.run, checkpoint.kind, checkpoint.name)
     do = fields.get("do", "")
-    if do not in _EVENTS:
-        raise Invalid(f"do must be one of {', '.join(_EVENTS)}.")
+    if do not in _ACTIONS:
+        raise Invalid(f"do must be one of {', '.join(_ACTIONS)}.")
     ttl_s = _ttl_s(fields.get("days", "")) if do == "ttl" else None
-    async with _audited(services, visitor, _EVENTS[do], checkpoint):
+    async with _audited(services, visitor, _ACTIONS[do][0], checkpoint):
         if do == "delete":
             await services.checkpoints.delete(*names)
         elif do == "ttl":
@@ -138,12 +134,3 @@ def _ttl_s(days: str) -> int | None:
     ttl_s = int(days) * DAY_S
     check_ttl(ttl_s)
     return ttl_s
-
-
-def _offset(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
-        raise Invalid("offset must be a whole number of at least 0.")
-    return int(text)
-
-
-PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", _read)

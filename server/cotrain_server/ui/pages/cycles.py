@@ -6,6 +6,7 @@ A tenant is shown its own runs. All others in a cycle are one sum without names.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cotrain_server.errors import Invalid
@@ -44,7 +45,8 @@ class Viewer:
         return self.names.get(tenant) or tenant
 
 
-async def _read(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/cycles", "Cycles", "cycles.html", poll_s=4)
+async def cycles(request: PageRequest) -> dict[str, Any]:
     """Return the data of the last cycles of one pool."""
     pools = await request.services.records.pools()
     count = _chosen_count(request.query.get("last", ""))
@@ -63,7 +65,8 @@ async def _read(request: PageRequest) -> dict[str, Any]:
     return {**found, "timeline": timeline_of(records, await _viewer(request, records))}
 
 
-async def _read_one(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/cycles/{pool}/{cycle}", "Cycle", "cycle.html", in_navigation=False)
+async def one_cycle(request: PageRequest) -> dict[str, Any]:
     """Return the data of one cycle."""
     pool, number = PoolId(request.parts["pool"]), request.parts["cycle"]
     known = {each.id: each for each in await request.services.records.pools()}
@@ -96,10 +99,6 @@ async def _viewer(request: PageRequest, records: Sequence[dict[str, Any]]) -> Vi
     ids = {TenantId(run["tenant"]) for record in records for run in record["runs"]}
     names = await tenant_names(request.services.connection, ids)
     return Viewer(None, {str(tenant): name for tenant, name in names.items()})
-
-
-PAGE = Page("/ui/cycles", "Cycles", "cycles.html", _read, poll_s=4)
-ONE = Page("/ui/cycles/{pool}/{cycle}", "Cycle", "cycle.html", _read_one, in_navigation=False)
 
 
 def timeline_of(records: Sequence[Mapping[str, Any]], viewer: Viewer) -> dict[str, Any]:

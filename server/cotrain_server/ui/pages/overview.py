@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from cotrain_server.ui.charts import activity_of, own_activity_of
@@ -45,7 +46,9 @@ _HELP: Sequence[tuple[str, str]] = (
 )  # fmt: skip
 
 
-async def _read_overview(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui", "Overview", "overview.html", poll_s=3)
+async def overview(request: PageRequest) -> dict[str, Any]:
+    """Return the operator's page, or a tenant's."""
     if request.visitor.tenant is not None:
         return await _own(request, request.visitor.tenant)
     services, now = request.services, request.now
@@ -155,9 +158,6 @@ async def _own(request: PageRequest, tenant: Tenant) -> dict[str, Any]:
 def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
     """Return the bar of a quota. `most` is 0 without a fixed limit."""
     return {"name": name, "used": used, "most": most, "more": more}
-
-
-OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", _read_overview, poll_s=3)
 
 
 @dataclass(frozen=True)

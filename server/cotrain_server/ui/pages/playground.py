@@ -14,15 +14,14 @@ from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, first_error
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
-from cotrain_server.text_apis.answers import finished
+from cotrain_server.text_apis.answers import Reply, SequenceText, chat_reply, finished
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
-from cotrain_server.text_apis.prompts import SCHEME, Target, accepted_chat, find_target, prompt_bodies, text_weight
-from cotrain_server.text_apis.token_texts import TokenTexts
+from cotrain_server.text_apis.openai_responses import completion_reply
+from cotrain_server.text_apis.prompts import SCHEME
 from cotrain_server.ui.access import form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import HEADERS, guarded, html
-from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -38,11 +37,11 @@ _LEVELS = (-0.1, -1.0, -3.0)
 router = APIRouter(include_in_schema=False)
 
 
-async def _read(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/playground", "Playground", "playground.html")
+async def playground(request: PageRequest) -> dict[str, Any]:
     """Return the available models."""
-    services, own = request.services, request.visitor.tenant
-    tenants = {} if own else await offered_tenants(services.connection)
-    tenant = own.id if own else TenantId(request.query.get("tenant", "")[:200])
+    services, tenant = request.services, request.tenant
+    tenants = await offered_tenants(services.connection) if request.visitor.is_operator else {}
     if not tenant:
         return {"tenant": "", "tenants": tenants, "base_models": [], "checkpoints": []}
     await find_tenant(services, tenant)
@@ -95,9 +94,8 @@ async def _answer(
 ) -> dict[str, Any] | None:
     """Return the answer of one model, or None if the browser has disconnected."""
     try:
-        target = await find_target(services, tenant, model)
-        body = await _body(services, tenant, target, model, fields)
-        generation = await Generation.start(services, target, [body])
+        reply = await _reply(services, tenant, model, fields)
+        generation = await Generation.start(services, reply.target, reply.bodies)
         complete = await finished(request, generation)
     except StoreError as refused:
         return _refused(model, str(refused))
@@ -106,9 +104,7 @@ async def _answer(
     if complete is None:
         return None
     sequence = complete[0].sequences[0]
-    tokenizer, final = target.language.tokenizer, target.pool.eos_token_ids
-    begins = fields.get("mode") == "chat" or not tokenizer.last_with_text(body.prompt)
-    texts = TokenTexts(tokenizer, final, body.prompt, begins=begins)
+    texts = SequenceText(reply).tokens
     parts = texts.with_rest(texts.of_answer(sequence.tokens))
     logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(sequence.tokens)
     return {
@@ -120,7 +116,7 @@ async def _answer(
             {
                 "id": token,
                 # Show names for tokens without text: control tokens, parts of a character.
-                "text": part.text or tokenizer.token_name(token, begins=part.begins),
+                "text": part.text or reply.tokenizer.token_name(token, begins=part.begins),
                 "logprob": logprob,
                 "level": level_of(logprob),
             }
@@ -133,26 +129,20 @@ def _refused(model: str, why: str) -> dict[str, Any]:
     return {"model": model, "error": why, "text": "", "stop_reason": "", "tokens": []}
 
 
-async def _body(
-    services: Services, tenant: TenantId, target: Target, model: str, fields: Mapping[str, str]
-) -> SampleBody:
-    """Return the sample request as the OpenAI endpoints build it: the same seed gives the same answer."""
+async def _reply(services: Services, tenant: TenantId, model: str, fields: Mapping[str, str]) -> Reply:
+    """Return the reply as the OpenAI endpoints build it: the same seed gives the same answer."""
     prompt, common = fields.get("prompt", ""), _common(model, fields)
     try:
-        if fields.get("mode") == "chat":
-            messages = [{"role": "user", "content": prompt}]
-            if system := fields.get("system", "").strip():
-                messages.insert(0, {"role": "system", "content": system})
-            chat = ChatCompletionRequest.model_validate({**common, "messages": messages})
-            body, _ = await accepted_chat(services, target, chat.chat(), chat.body)
-            return body
-        text = CompletionRequest.model_validate({**common, "prompt": prompt})
+        if fields.get("mode") != "chat":
+            text = CompletionRequest.model_validate({**common, "prompt": prompt})
+            return await completion_reply(services, tenant, text)
+        messages = [{"role": "user", "content": prompt}]
+        if system := fields.get("system", "").strip():
+            messages.insert(0, {"role": "system", "content": system})
+        chat = ChatCompletionRequest.model_validate({**common, "messages": messages})
+        return await chat_reply(services, tenant, chat)
     except ValidationError as wrong:
         raise Invalid(first_error(wrong)) from None
-    make = partial(prompt_bodies, target, [prompt], text.body, echo=False)
-    bodies, _ = await services.parser.run(tenant, text_weight(len(prompt)), make)
-    only: SampleBody = bodies[0]
-    return only
 
 
 def _common(model: str, fields: Mapping[str, str]) -> dict[str, Any]:
@@ -187,6 +177,3 @@ def _temperature(text: str) -> float:
     if not 0 <= value <= 2:
         raise Invalid("temperature must be a number from 0 to 2.")
     return value
-
-
-PAGE = Page("/ui/playground", "Playground", "playground.html", _read)

@@ -1,7 +1,8 @@
 """Pages of runs: one run, a comparison of several runs' curves, and the list of all runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -26,15 +27,16 @@ from cotrain_server.ui.rendering import guarded
 from cotrain_server.ui.run_tables import STATES, keeps, log_rows, run_row, targets_of
 from cotrain_server.views.records import csv_of, mean_loss
 from cotrain_server.views.server_status import list_workers
-from cotrain_server.views.waiting import read_why
+from cotrain_server.views.waiting import WaitState, brief_why, read_why
 from cotrain_store.errors import RunNotFound
-from cotrain_store.messages.ids import PoolId, RunId, TenantId
+from cotrain_store.messages.fleet import Pauses
+from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.history import read_history, read_metrics
-from cotrain_store.tenants.lists import LabelQuery
+from cotrain_store.tenants.lists import LabelQuery, RunPosition
 from cotrain_store.tenants.policies import read_pauses
 from cotrain_store.tenants.records import read_runs
 
@@ -45,12 +47,12 @@ _FILTERS = ("state", "base_model", "q", "tenant")
 router = APIRouter(include_in_schema=False)
 
 
-async def _read_run(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/runs/{run_id}", "Run", "run.html", poll_s=5, in_navigation=False)
+async def one_run(request: PageRequest) -> dict[str, Any]:
     """Return the data of one run."""
     services = request.services
     run = await _run_of(services, request.visitor, request.parts["run_id"])
     position = (await services.run_list.positions([run], request.now))[run.id]
-    names = await tenant_names(services.connection, {run.tenant})
     pauses = await read_pauses(services.connection)
     points = await read_history(services.connection, run.id)
     metrics = await read_metrics(services.connection, run.id)
@@ -58,7 +60,7 @@ async def _read_run(request: PageRequest) -> dict[str, Any]:
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
     evaluation = evaluation_of(points)
-    row = run_row(run, position, pauses, names, request.now, await _unavailable(services))
+    (row,) = await _rows(services, [run], {run.id: position}, pauses, request.now)
     if row["last_loss"] is None:  # the newest step followed a failed pass
         losses = (mean_loss(point) for point in reversed(points))
         row["last_loss"] = next((loss for loss in losses if loss is not None), None)
@@ -97,7 +99,8 @@ def _checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names} | {"metrics": dict(record.metrics)}
 
 
-async def _read_compared(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/compare", "Compare runs", "compare.html", in_navigation=False)
+async def compared(request: PageRequest) -> dict[str, Any]:
     """Return the curves and the settings of several runs: those named, and those of a sweep."""
     named = [*request.query.getlist("run"), *await _runs_of_sweep(request)]
     wanted = list(dict.fromkeys(named))
@@ -121,11 +124,10 @@ async def _read_compared(request: PageRequest) -> dict[str, Any]:
 async def _runs_of_sweep(request: PageRequest) -> list[str]:
     """Return the runs of the sweep in the address. The operator's address has the tenant, too."""
     name = request.query.get("sweep", "")[:64]
-    tenant = request.visitor.tenant.id if request.visitor.tenant else request.query.get("tenant", "")
-    if not name or not tenant:
+    if not name or not request.tenant:
         return []
     tagged = LabelQuery(tags=(f"sweep:{name}",))
-    found = await request.services.run_labels.matching(TenantId(tenant), tagged)
+    found = await request.services.run_labels.matching(request.tenant, tagged)
     return sorted(found, key=lambda run: (len(run), run))[:MAX_COMPARED]
 
 
@@ -139,15 +141,18 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
     return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
 
 
-async def _unavailable(services: Services) -> dict[tuple[PoolId, str], float | None]:
-    """Return the known workers without a heartbeat, and since when if known."""
-    pools = await read_pools(services.connection, with_queues=False)
-    return {
-        (pool.record.id, worker.id): worker.last_exit.since if worker.last_exit else None
-        for pool in pools
-        for worker in pool.ids
-        if worker.heartbeat is None
-    }
+async def _rows(
+    services: Services, runs: Sequence[RunRecord], positions: Mapping[RunId, RunPosition], pauses: Pauses, now: float
+) -> list[dict[str, Any]]:
+    """Return the rows of runs at these positions."""
+    names = await tenant_names(services.connection, {run.tenant for run in runs})
+    pools = {pool.record.id: pool for pool in await read_pools(services.connection, with_queues=False)}
+    rows = []
+    for run in runs:
+        position = positions[run.id]
+        found = brief_why(WaitState(run, position, now, pauses, pools.get(run.pool)))
+        rows.append(run_row(run, position, found, names.get(run.tenant, "")))
+    return rows
 
 
 async def _targets(services: Services, run: RunRecord, at: str | None) -> list[str]:
@@ -167,31 +172,25 @@ async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
     return found[0]
 
 
-RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", _read_run, poll_s=5, in_navigation=False)
-COMPARED = Page("/ui/compare", "Compare runs", "compare.html", _read_compared, in_navigation=False)
-
-
-async def _read_runs(request: PageRequest) -> dict[str, Any]:
+@partial(Page, "/ui/runs", "Runs", "runs.html", poll_s=5)
+async def runs(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of the list."""
     services = request.services
     filters = {name: request.query.get(name, "")[:200] for name in _FILTERS}
-    tenant = request.visitor.tenant.id if request.visitor.tenant else None
+    is_operator = request.visitor.is_operator
     keep = keeps(filters["state"], filters["base_model"], filters["q"])
-    owner = tenant or (TenantId(filters["tenant"]) if filters["tenant"] else None)
     cursor = request.query.get("after", "")[:200]
-    page = await services.run_list.page(owner, cursor, RUNS_SHOWN, keep)
+    page = await services.run_list.page(request.tenant or None, cursor, RUNS_SHOWN, keep)
     positions = await services.run_list.positions(page.runs, request.now)
-    names = await tenant_names(services.connection, {run.tenant for run in page.runs})
     pauses = await read_pauses(services.connection)
-    unavailable = await _unavailable(services)
     return {
-        "runs": [run_row(run, positions[run.id], pauses, names, request.now, unavailable) for run in page.runs],
+        "runs": await _rows(services, page.runs, positions, pauses, request.now),
         "total_count": page.total_count,
         "next": _address(filters, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,
-        "tenants": {} if tenant else await offered_tenants(services.connection),
-        "asked": filters if tenant is None else {**filters, "tenant": ""},
-        "is_narrowed": keep is not None or (tenant is None and bool(filters["tenant"])),
+        "tenants": await offered_tenants(services.connection) if is_operator else {},
+        "asked": filters if is_operator else {**filters, "tenant": ""},
+        "is_narrowed": keep is not None or (is_operator and bool(filters["tenant"])),
         "states": tuple(STATES),
         "base_models": sorted(pool.base_model for pool in await services.records.pools()),
         "address": request.address,
@@ -201,6 +200,3 @@ async def _read_runs(request: PageRequest) -> dict[str, Any]:
 def _address(filters: Mapping[str, str], cursor: str) -> str:
     given = {name: value for name, value in filters.items() if value}
     return "/ui/runs?" + urlencode({**given, "after": cursor})
-
-
-RUNS_PAGE = Page("/ui/runs", "Runs", "runs.html", _read_runs, poll_s=5)

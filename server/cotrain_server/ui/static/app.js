@@ -70,7 +70,7 @@
   document.addEventListener("htmx:afterSettle", showOpened);
 
   document.addEventListener("submit", (event) => {
-    const question = event.target.dataset.confirm;
+    const question = event.submitter?.dataset.confirm ?? event.target.dataset.confirm;
     if (question && !window.confirm(question)) event.preventDefault();
   });
 

@@ -28,7 +28,7 @@ LARGE = replace(POOL, max_sequence_tokens=32_768)
 async def target(tmp_path: Path) -> Target:
     write_language(tmp_path)
     settings = ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
-    return Target("", None, POOL, await language_of(POOL, settings), SAMPLER)
+    return Target(POOL, await language_of(POOL, settings), SAMPLER)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_the_first_token_of_a_prompt_is_not_doubled() -> None:
     vocabulary.post_processor = TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, vocabulary.token_to_id(first))]
     )
-    target = Target("", None, POOL, Language(Tokenizer(vocabulary), None), SAMPLER)
+    target = Target(POOL, Language(Tokenizer(vocabulary), None), SAMPLER)
     plain, written = (bodies(target, text)[0].prompt for text in ("Hi", f"{first}Hi"))
     assert plain == written
     assert plain[0] == vocabulary.token_to_id(first) != plain[1]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_server.views.waiting import WaitState, why
+from cotrain_server.views.waiting import WaitState, brief_why, why
 from cotrain_store.messages.fleet import Pause, Pauses, WorkerExit, WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
@@ -96,3 +96,22 @@ def test_a_pause_comes_before_a_gap_and_a_crash_before_a_cycle() -> None:
     assert why(found).reason.endswith("The last reason: exit status 1 at /srv/models.")
     old = TenantFailures(0, 1, NOW - 90, "full", "")
     assert why(WaitState(**state, position=IDLE, refused=old)).cause == "idle"
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "words"),
+    [
+        ({"position": IDLE}, "idle", "All its requests are done."),
+        ({"position": WAITS}, "cycle", "It waits with 2 requests for a cycle."),
+        ({"position": RUNS}, "running", "The current cycle computes 2 requests of it."),
+        ({"position": GAP}, "gap", "Request 8 of it is missing."),
+        ({"position": WAITS, "pauses": PAUSED}, "paused", "The operator has paused this tenant: invoice."),
+        ({"position": RUNS, "pool": pool(alive=False, last_exit=CRASHED)}, "restarting", "Its worker is down"),
+        ({"position": IDLE, "pool": pool(alive=False)}, "idle", "All its requests are done."),
+    ],
+)
+def test_a_list_shows_a_cause_without_the_other_work_of_the_pool(
+    changes: dict[str, Any], cause: str, words: str
+) -> None:
+    found, text = brief_why(WaitState(**{"run": run(), "now": NOW, "pool": pool(), **changes}))
+    assert (found, words in text) == (cause, True), text
