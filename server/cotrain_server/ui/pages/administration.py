@@ -14,7 +14,6 @@ from pydantic import BaseModel, SecretStr
 
 from cotrain_server.administration import find_tenant, list_tenants, show_quotas, show_tenant, show_usage
 from cotrain_server.errors import Invalid
-from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.run_tables import busiest, targets_of, tokens_of_runs
@@ -23,6 +22,7 @@ from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
+from cotrain_store.tenants.quotas import Quotas
 
 SHOWN = 50
 #: Meaning of each limit.
