@@ -53,7 +53,7 @@ class TokenTimes:
             times.last[new.sequence] = now
             given[times.tenant] += len(new.tokens)
         for gap, count in gaps.items():
-            self._metrics.inter_token.observe(gap, count)
+            self._metrics.inter_token.observe_times(gap, count)
         shares = given or Counter(times.tenant for times in self._requests.values())
         in_all = sum(shares.values())
         for tenant, share in shares.items():
