@@ -17,7 +17,7 @@ from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs_and_traces import start_logs
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
-from cotrain_store.redis_client.connection import check_store, open_connection
+from cotrain_store.redis_client.connection import check_store, open_connection, open_sync_connection
 from cotrain_store.settings import SchedulerSettings
 
 log = structlog.get_logger()
@@ -26,7 +26,6 @@ log = structlog.get_logger()
 async def serve(settings: SchedulerSettings, quantum_tokens: int = QUANTUM_TOKENS) -> int:
     """Schedule until a signal stops the process, and return the exit status 0."""
     connection = open_connection(settings.redis_url)
-    await check_store(connection, accept_data_loss=settings.accept_data_loss)
     name = f"{socket.gethostname()}-{os.getpid()}"
     clock = Clock(Dispatch(connection, name), settings, quantum_tokens=quantum_tokens)
     loop = asyncio.get_running_loop()
@@ -53,6 +52,8 @@ def main() -> None:
     start_logs("scheduler", settings.log_level)
     trace_or_refuse("scheduler", f"{socket.gethostname()}-{os.getpid()}")
     try:
+        with open_sync_connection(settings.redis_url) as store:
+            check_store(store, accept_data_loss=settings.accept_data_loss)
         sys.exit(asyncio.run(serve(settings, asked.quantum_tokens)))
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))

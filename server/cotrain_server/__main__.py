@@ -30,7 +30,7 @@ from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs_and_traces import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.process_start import CannotListen, listen, read_settings, refuse, trace_or_refuse
-from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
+from cotrain_store.redis_client.connection import check_store, open_sync_connection
 
 log = structlog.get_logger()
 
@@ -128,7 +128,7 @@ def _arguments() -> argparse.Namespace:
 def _check_store(settings: ServerSettings) -> None:
     connection = open_sync_connection(settings.redis_url)
     try:
-        check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+        check_store(connection, accept_data_loss=settings.accept_data_loss)
         if settings.blobs:  # a folder is its worker's to claim
             claim_blobs(connection, settings.data_dir, settings.blobs)
     finally:

@@ -20,7 +20,7 @@ from cotrain_store.disk.spool import new_writer
 from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
 from cotrain_store.oplog.joint_intake import JointIntake
-from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
+from cotrain_store.redis_client.connection import Connection, open_batching_connection
 from cotrain_store.results.delivery import Completions
 from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.intake import SampleIntake
@@ -115,14 +115,12 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
     """Open all services, register the keys of the settings, and close everything at the end.
 
     Raises:
-        UnsafeRedis, StoreUnavailable: this process must not accept requests.
         InvalidKey, OSError, ValueError: a key of the settings or of a file is invalid.
     """
     connection = open_batching_connection(settings.redis_url)
     # The first process creates the spool, and its thread must end with this process.
     spool = await asyncio.to_thread(settings.open_spool, new_writer("api"))
     try:
-        await check_store(connection, accept_data_loss=settings.accept_data_loss)
         tenants = Tenants(connection)
         await _take_keys(tenants, settings)
         reserve_bytes = settings.disk_reserve_bytes

@@ -100,9 +100,6 @@ async def test_drift_is_averaged_over_the_tokens_of_the_passes_with_a_policy_los
         kind = OpKind.OPTIM_STEP if isinstance(entry, StepEntry) else OpKind.FORWARD_BACKWARD
         await log.submit(run, seq, kind)
         commit(log, await log.plan(), {(run.id, seq): entry})
-        if seq == 1:  # as an earlier version stored it
-            state = log.redis.get(f"cotrain:run:{run.id}:history")
-            log.redis.set(f"cotrain:run:{run.id}:history", state[: 11 * 8])
     with_drift, without = await points(log, run)
     assert (with_drift.rollout_gap, with_drift.rollout_gap_max) == ((LOSS + 1.0) / 16, 0.25)
     assert (with_drift.effective_sample_size, with_drift.clip_fraction) == (0.75, 0.25)

@@ -156,14 +156,9 @@ def test_it_keeps_every_acknowledged_write() -> None:
 
 
 def test_the_store_accepts_it(url: str) -> None:
-    async def check() -> bytes | None:
-        connection = open_connection(url)
-        await check_store(connection, accept_data_loss=False)
-        version: bytes | None = await connection.get(redis_keys.schema())
-        await connection.aclose()
-        return version
-
-    assert asyncio.run(check()) == redis_keys.SCHEMA_VERSION.encode()
+    with open_sync_connection(url) as connection:
+        check_store(connection, accept_data_loss=False)
+        assert connection.get(redis_keys.schema()) == redis_keys.SCHEMA_VERSION.encode()
 
 
 def test_its_user_cannot_weaken_or_flush_it(url: str) -> None:
@@ -211,19 +206,20 @@ async def tls_port(empty_redis: EmbeddedRedis) -> AsyncIterator[int]:
 
 async def test_redis_is_used_over_tls_with_a_valid_certificate(tls_port: int) -> None:
     url = f"rediss://127.0.0.1:{tls_port}/0?ssl_ca_certs={TLS / 'ca.pem'}"
-    connection = open_connection(url)
-    await check_store(connection, accept_data_loss=False)
-    await connection.aclose()
     of_worker = open_sync_connection(url)
-    assert await asyncio.to_thread(of_worker.get, redis_keys.schema())
+    await asyncio.to_thread(check_store, of_worker, accept_data_loss=False)
+    connection = open_connection(url)
+    assert await connection.get(redis_keys.schema())
+    await connection.aclose()
     await asyncio.to_thread(of_worker.close)
 
 
 async def test_an_untrusted_certificate_is_reported(tls_port: int) -> None:
-    connection = open_connection(f"rediss://127.0.0.1:{tls_port}/0")
-    with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        await check_store(connection, accept_data_loss=False)
-    await connection.aclose()
+    with (
+        open_sync_connection(f"rediss://127.0.0.1:{tls_port}/0") as connection,
+        pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        await asyncio.to_thread(check_store, connection, accept_data_loss=False)
 
 
 @pytest.fixture

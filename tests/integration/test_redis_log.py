@@ -206,8 +206,9 @@ async def test_every_connection_follows_the_master_of_an_older_redis_too() -> No
 async def test_what_was_acknowledged_is_on_the_replica_whenever_the_master_dies(
     replicas: RedisReplicas, opened: type[Connection]
 ) -> None:
+    with open_sync_connection(replicas.url("?replicas=1")) as of_worker:
+        await asyncio.to_thread(check_store, of_worker, accept_data_loss=False)
     connection = opened(replicas.url("?replicas=1"))
-    await check_store(connection, accept_data_loss=False)
     script = connection.register_script(WRITE)
     acknowledged: list[bytes] = []
     are_enough = asyncio.Event()
@@ -280,11 +281,12 @@ async def test_an_error_of_a_command_is_its_own_and_its_neighbours_go_on(replica
     await connection.aclose()
 
 
-async def test_a_redis_that_cannot_wait_for_replicas_is_refused(empty_redis: EmbeddedRedis) -> None:
-    connection = open_connection(f"{empty_redis.url}?replicas=1")
-    with pytest.raises(UnsafeRedis, match=r"Redis 7\.2 or Valkey"):
-        await check_store(connection, accept_data_loss=True)
-    await connection.aclose()
+def test_a_redis_that_cannot_wait_for_replicas_is_refused(empty_redis: EmbeddedRedis) -> None:
+    with (
+        open_sync_connection(f"{empty_redis.url}?replicas=1") as connection,
+        pytest.raises(UnsafeRedis, match=r"Redis 7\.2 or Valkey"),
+    ):
+        check_store(connection, accept_data_loss=True)
 
 
 async def test_a_run_that_trains_while_the_master_dies_comes_to_the_same_bits(

@@ -15,7 +15,6 @@ import numpy as np
 from cotrain_scheduler.planner import runnable_prefix
 from cotrain_server.services import Services
 from cotrain_store.bodies.adapter_bodies import LoadRequest, SaveRequest
-from cotrain_store.bodies.sample_body import encode_sample_output
 from cotrain_store.disk.spool import RESULTS, new_writer
 from cotrain_store.messages.ids import OpId, RequestId, RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, Result, ResultKind, RunUsage, SampleUsage, Step
@@ -34,6 +33,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_store.weights import SavedWeights
+from cotrain_workers.sample_output import encode_sample_output
 from tests.support.http_api import POOL
 
 WORKER = WorkerId("w0")

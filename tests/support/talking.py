@@ -17,13 +17,14 @@ from tokenizers import Tokenizer
 from cotrain_server.app import create_app
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
-from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
+from cotrain_workers.sample_output import encode_sample_output
 from tests.support.http_api import ALICE, BOB, POOL
 from tests.support.stand_in import StandIn, output, stand_in
 from tests.support.tiny_tokenizers import trained_tokenizer

@@ -22,7 +22,7 @@ from cotrain_store.monitoring.logs_and_traces import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
-from cotrain_store.redis_client.connection import SyncConnection, check_store_sync, open_sync_connection
+from cotrain_store.redis_client.connection import SyncConnection, check_store, open_sync_connection
 from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, use_cores
 from cotrain_workers.engine.lora.backend import BackendUnfit
@@ -75,7 +75,7 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     """Load the base model and serve its pool until stopped; with `links`, for a group."""
     pool = pool_of(settings.model_name)
     connection = open_sync_connection(settings.redis_url)
-    check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+    check_store(connection, accept_data_loss=settings.accept_data_loss)
     count_blob_failures(Source.WORKER)
     claim_blobs(connection, settings.data_dir, settings.blobs)
     worker = _claim_worker_id(settings, connection, pool)

@@ -19,7 +19,7 @@ from cotrain_store.bodies.adapter_bodies import LoadRequest, SaveRequest, decode
 from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.pass_body import decoding, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
-from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import RequestId, WeightsRef, decode, run_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
@@ -52,6 +52,7 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, seed_of
+from cotrain_workers.sample_output import encode_sample_output
 
 if TYPE_CHECKING:
     from cotrain_store.sampling.claims import ClaimedSample  # it loads redis, which a replay does not need

@@ -2,79 +2,28 @@
 
 An update takes about 1 µs, cheap enough for every request and every cycle. Any thread may update a metric.
 
-* `CountedHistogram` accepts many equal observations at once: a decode step adds one token to hundreds of sequences.
+* `CountedHistogram` counts equal values at once: a decode step adds one token to hundreds of sequences.
 * `TenantLabels` limits the tenant labels of a process to TENANTS_SHOWN.
 * `WorkerMetrics` holds the metrics of one worker with its labels.
 """
 
-import math
-import threading
 from bisect import bisect_left
-from collections.abc import Iterable
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
-from typing_extensions import override
 
 from cotrain_store.blobs.objects import FAILURES
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.monitoring.definitions import METRICS, Metric, Source
+from cotrain_store.monitoring.definitions import METRICS, Source
 
 
-class Series:
-    """Buckets and sum of a histogram for one set of labels."""
+class CountedHistogram(Histogram):
+    """Histogram of prometheus_client that also counts equal values at once."""
 
-    def __init__(self, ends: tuple[float, ...]) -> None:
-        self._ends = ends
-        self._lock = threading.Lock()
-        self.counts = [0] * len(ends)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
+    def observe_times(self, value: float, times: int) -> None:
         """Count a value `times` times."""
-        with self._lock:
-            self.counts[bisect_left(self._ends, value)] += times
-            self.sum += value * times
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Return the upper end and the cumulative count of each bucket, and the sum of all values."""
-        with self._lock:
-            counts, total = list(self.counts), self.sum
-        ends = map(floatToGoString, self._ends)
-        return list(zip(ends, map(float, accumulate(counts)), strict=True)), total
-
-
-class CountedHistogram(Collector):
-    """Histogram with the output of prometheus_client's, and `series` instead of `labels`."""
-
-    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
-        self._metric = metric
-        self._ends = (*metric.buckets, math.inf)
-        self._series: dict[tuple[str, ...], Series] = {}
-        registry.register(self)
-
-    def series(self, *labels: str) -> Series:
-        """Return the series with these labels."""
-        return self._series.setdefault(labels, Series(self._ends))
-
-    def describe(self) -> Iterable[Family]:
-        """Return the family without values, so that the registry rejects a second metric of this name."""
-        return [self._family()]
-
-    @override
-    def collect(self) -> Iterable[Family]:
-        family = self._family()
-        for labels, series in list(self._series.items()):
-            family.add_metric(labels, *series.buckets())
-        return [family]
-
-    def _family(self) -> HistogramMetricFamily:
-        return HistogramMetricFamily(self._metric.name, self._metric.help, labels=self._metric.labels)
+        self._sum.inc(value * times)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(times)
 
 
 REGISTRIES: dict[Source, CollectorRegistry] = {
@@ -92,10 +41,10 @@ def _gauge(name: str) -> Gauge:
     return Gauge(name, metric.help, metric.labels, registry=REGISTRIES[metric.source])
 
 
-def _histogram(name: str) -> Histogram:
+def _histogram(name: str) -> CountedHistogram:
     metric = METRICS[name]
     registry, buckets = REGISTRIES[metric.source], metric.buckets or Histogram.DEFAULT_BUCKETS
-    return Histogram(name, metric.help, metric.labels, registry=registry, buckets=buckets)
+    return CountedHistogram(name, metric.help, metric.labels, registry=registry, buckets=buckets)
 
 
 # API
@@ -135,7 +84,7 @@ SCHEDULER_TICK = _histogram("cotrain_scheduler_tick_seconds")
 # Worker
 CYCLE_DURATION = _histogram("cotrain_cycle_duration_seconds")
 OP_LATENCY = _histogram("cotrain_op_latency_seconds")
-SAMPLE_INTER_TOKEN = CountedHistogram(METRICS["cotrain_sample_inter_token_seconds"], REGISTRIES[Source.WORKER])
+SAMPLE_INTER_TOKEN = _histogram("cotrain_sample_inter_token_seconds")
 SAMPLE_QUEUE = _histogram("cotrain_sample_queue_seconds")
 SAMPLE_FIRST_TOKEN = _histogram("cotrain_sample_time_to_first_token_seconds")
 SNAPSHOT_DURATION = _histogram("cotrain_snapshot_seconds")
@@ -182,7 +131,7 @@ class WorkerMetrics:
         self.snapshot_duration = SNAPSHOT_DURATION.labels(*self._labels)
         self.sample_queue = SAMPLE_QUEUE.labels(*self._labels)
         self.first_token = SAMPLE_FIRST_TOKEN.labels(*self._labels)
-        self.inter_token = SAMPLE_INTER_TOKEN.series(*self._labels)
+        self.inter_token = SAMPLE_INTER_TOKEN.labels(*self._labels)
 
     def resolved(self, kind: OpKind, latency_s: float) -> None:
         """Count an op that resolved."""

@@ -201,9 +201,6 @@ class ReplicatedBatchingRedis(BatchingRedis):
         return super().execute_command(*args, **options)
 
 
-WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)
-
-
 def waits_for(replicas: int) -> tuple[tuple[str | int, ...], ...]:
     """Return the commands that wait until this connection's last write is on the disks of master and replicas.
 

@@ -33,7 +33,6 @@ from cotrain_store.redis_client.address import RedisAddress, parse_address, sent
 from cotrain_store.redis_client.clients import (
     NEEDS_OPERATOR,
     REFUSALS,
-    WAITING,
     BatchingRedis,
     ReplicatedBatchingRedis,
     ReplicatedRedis,
@@ -133,43 +132,24 @@ async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
         await asyncio.gather(*ended, return_exceptions=True)
 
 
-async def check_store(connection: Connection, *, accept_data_loss: bool) -> None:
+def check_store(connection: SyncConnection, *, accept_data_loss: bool) -> None:
     """Raise an error for a Redis that could lose acknowledged writes, or has another schema version.
 
     Raises:
         UnsafeRedis: a persistence setting does not guarantee durability, or the schema version differs.
         StoreUnavailable: Redis does not answer.
     """
-    try:
-        answers = await _settings_query(connection).execute()
-    except CONNECTION_LOST as lost:
-        raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
-    _check_answers(answers, connection, accept_data_loss=accept_data_loss)
-
-
-def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
-    """Check like `check_store`, on a synchronous connection."""
-    try:
-        answers = _settings_query(connection).execute()
-    except CONNECTION_LOST as lost:
-        raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
-    _check_answers(answers, connection, accept_data_loss=accept_data_loss)
-
-
-def _settings_query(connection: Connection | SyncConnection) -> Any:
     pipeline = connection.pipeline(transaction=False)
     for name in DURABLE:
         pipeline.config_get(name)
     pipeline.execute_command("COMMAND INFO", "WAITAOF")
     pipeline.set(redis_keys.schema(), redis_keys.SCHEMA_VERSION, nx=True)
     pipeline.get(redis_keys.schema())
-    return pipeline
-
-
-def _check_answers(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> None:
-    """Raise UnsafeRedis if a setting differs from DURABLE, or the schema version differs. The error names them."""
-    *settings, (waits,), _, version = answers
-    if isinstance(connection, WAITING) and not waits:
+    try:
+        *settings, (waits,), _, version = pipeline.execute()
+    except CONNECTION_LOST as lost:
+        raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
+    if isinstance(connection, ReplicatedSyncRedis) and not waits:
         raise UnsafeRedis(
             "This Redis cannot wait for its replicas' disks (WAITAOF), as replicas= in COTRAIN_REDIS_URL asks: "
             "that takes Redis 7.2 or Valkey."

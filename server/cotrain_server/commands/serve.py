@@ -17,7 +17,7 @@ from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, Unu
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
 from cotrain_server.supervisor.programs import WORKERS_PORT, Plan
-from cotrain_server.supervisor.supervisor import Announcement, Supervisor
+from cotrain_server.supervisor.supervisor import Supervisor
 from cotrain_store.disk.embedded_redis import NoRedisFound
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.process_start import CannotListen
@@ -124,13 +124,13 @@ def serve(
         options.refuse(str(error))
 
 
-def _announce(data_dir: Path, announcement: Announcement) -> None:
-    if announcement.new_key:
-        console.print(f"API key, shown only now: [bold]{announcement.new_key}[/bold]")
-    console.print(f"[bold green]cotrain ready at {announcement.address}[/bold green]")
+def _announce(data_dir: Path, address: str, new_key: str | None) -> None:
+    if new_key:
+        console.print(f"API key, shown only now: [bold]{new_key}[/bold]")
+    console.print(f"[bold green]cotrain ready at {address}[/bold green]")
     is_set = os.environ.get(f"{PREFIX}ADMIN_KEY")
     key = "the key in COTRAIN_ADMIN_KEY" if is_set else f"the admin key in {data_dir / ADMIN_KEY_FILE}"
-    console.print(f"Dashboard: {announcement.address}/ui")
+    console.print(f"Dashboard: {address}/ui")
     console.print(f"Log in with {key}, or as a tenant with its API key.")
 
 

@@ -75,7 +75,7 @@ def worker(
     if notice := options.samples_nothing(group_size):
         options.say(notice)
     try:
-        asyncio.run(Supervisor(plan, options.say, lambda _: None).join())
+        asyncio.run(Supervisor(plan, options.say, lambda *_: None).join())
     except (CannotServe, UnusableFolder) as error:
         options.refuse(str(error))
 

@@ -42,22 +42,14 @@ STORE_TIMEOUT_S = 1.0
 SILENCE_S = 10.0
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """Information for the operator after a complete start."""
-
-    address: str
-    new_key: str | None
-    """A key created during this start, because none existed. Only its hash is stored."""
-
-
 @dataclass
 class Supervisor:
     """Processes of one server."""
 
     plan: Plan
     say: Callable[[str], None]
-    announce: Callable[[Announcement], None]
+    announce: Callable[[str, str | None], None]
+    """Called after a complete start with the address, and a key if one was created. Only its hash is stored."""
     _stages: list[list[Child]] = field(default_factory=list)
     _kept: list[asyncio.Task[None]] = field(default_factory=list)
     _troubles: dict[str, str] = field(default_factory=dict)
@@ -143,7 +135,7 @@ class Supervisor:
         await _ready(url, self.say)
         following.cancel()
         self._was_ready = True
-        self.announce(Announcement(url, new_key))
+        self.announce(url, new_key)
 
     def _start_workers(self, folder: DataFolder, programs: Programs, workers: list[Program]) -> asyncio.Task[None]:
         """Start workers. The returned task prints the progress of their start until it is cancelled."""
@@ -249,9 +241,7 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
     try:
         while True:
             try:
-                await check_store(connection, accept_data_loss=plan.accept_data_loss)
-                with open_sync_connection(redis_url) as store:
-                    await asyncio.to_thread(claim_blobs, store, plan.data_dir, plan.blobs)
+                await asyncio.to_thread(_claim_store, redis_url, plan)
                 return None if plan.api_keys else await _first_key(Tenants(connection))
             except (StoreUnavailable, *CONNECTION_LOST) as error:
                 reason = str(error)
@@ -261,6 +251,12 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
             await asyncio.sleep(POLL_S)
     finally:
         await connection.aclose()
+
+
+def _claim_store(redis_url: str, plan: Plan) -> None:
+    with open_sync_connection(redis_url) as store:
+        check_store(store, accept_data_loss=plan.accept_data_loss)
+        claim_blobs(store, plan.data_dir, plan.blobs)
 
 
 async def _first_key(tenants: Tenants) -> str | None:

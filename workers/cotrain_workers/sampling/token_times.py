@@ -73,7 +73,7 @@ class SampleTimes:
             times.last[new.sequence] = now
             given[times.claimed.tenant] += len(new.tokens)
         for gap, count in gaps.items():
-            self._metrics.inter_token.observe(gap, count)
+            self._metrics.inter_token.observe_times(gap, count)
         shares = given or Counter(times.claimed.tenant for times in self._open.values())
         in_all = sum(shares.values())
         for tenant, share in shares.items():

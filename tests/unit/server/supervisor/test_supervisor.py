@@ -24,7 +24,7 @@ def supervisor(tmp_path: Path, lines: list[str]) -> Supervisor:
         base_models=("a/b", "c/d"), host="127.0.0.1", port=0, data_dir=tmp_path, redis_url=None,
         api_keys=(), accept_data_loss=False, given={},
     )  # fmt: skip
-    return Supervisor(plan, lines.append, lambda _: None)
+    return Supervisor(plan, lines.append, lambda *_: None)
 
 
 @pytest.fixture
