@@ -205,7 +205,7 @@ class Replay:
         """Compare the replayed results with the stored ones; raises ReplayDiverged."""
         for op in group:
             stored = self.execution.logs.stored_result(op)
-            output = outputs.get((op.run, op.seq))
+            output = outputs.get(op.id)
             if stored is None or output is None or isinstance(output, SaveOutput):
                 continue  # expired, or an op that never ran, or one whose result holds no numbers
             if not same_result(stored, result_of(op, output, cycle=0), exact=exact):
@@ -215,7 +215,7 @@ class Replay:
         self, group: Sequence[QueuedOp], bodies: Sequence[bytes], outputs: Mapping[tuple[str, int], Output]
     ) -> None:
         for op, body in zip(group, bodies, strict=True):
-            output = outputs.get((op.run, op.seq))
+            output = outputs.get(op.id)
             if isinstance(output, SaveOutput):
                 saved = saved_of(SaveRequest.parse(body), output)
                 self.weights.put_again(WeightsRef(op.request_id), saved)

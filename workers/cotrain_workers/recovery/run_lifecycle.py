@@ -146,7 +146,7 @@ class RunLifecycle:
                 return None
             for op in step.ops:
                 if op.kind is OpKind.REWIND and op.seq > done.get(op.run, op.seq):
-                    rewinds[op.run, op.seq] = yield from self._rewind(op)
+                    rewinds[op.id] = yield from self._rewind(op)
         # A commit is atomic, so no op of a re-run step is committed. The check guards against running one twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
         return StepRuns(ops, stopped, is_exact, rewinds)
