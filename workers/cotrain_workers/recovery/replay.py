@@ -106,11 +106,6 @@ class Replay:
     weights: WeightsStore
     snapshots: Blobs  # recovery copies
     progress: RestoreProgress
-    exact: bool
-    """True if a replayed result must equal the stored one to the bit. This holds on a CPU, where a run's results do not
-    depend on its neighbours. A log of other numerics (another CPU, another torch) is exempt, because no exact replay of
-    it is possible.
-    """
 
     def restore(self, run: RunId) -> Yielding[Restored]:
         """Load a run into the engine as of its committed `done`; yields like the engine's cycles.
@@ -179,7 +174,10 @@ class Replay:
     def _run_ops(self, run: RunId, base: Base, ops: Sequence[QueuedOp]) -> Yielding[bool]:
         """Run ops from a loaded base; return False if memory ran out."""
         is_exact = True
-        compares_bits = self.exact and not is_foreign(self.engine, base.numerics_id)
+        # On a CPU a run's results do not depend on its neighbours. A log of other numerics (another CPU, another torch)
+        # has no exact replay.
+        on_cpu = self.engine.facts.numerics.device == "cpu"
+        compares_bits = on_cpu and not is_foreign(self.engine, base.numerics_id)
         for group in _cycles(ops):
             bodies = _bodies(self.execution, group)
             cycle = yield from self.engine.cycle(self._requests(group, bodies))

@@ -94,8 +94,6 @@ class RunLifecycle:
         policy: SnapshotPolicy,
         metrics: WorkerMetrics,
         cost: ReplayCost,
-        *,
-        exact: bool,
     ) -> None:
         self._engine = engine
         self._execution = execution
@@ -104,7 +102,7 @@ class RunLifecycle:
         self._snapshots = settings.blob_store.below("snapshots")
         self.copies = RecoveryCopies(engine, execution, weights, self._snapshots, policy, metrics, cost)
         self.progress = RestoreProgress()
-        self._replay = Replay(engine, execution, weights, self._snapshots, self.progress, exact)
+        self._replay = Replay(engine, execution, weights, self._snapshots, self.progress)
         self._sweep = Sweep(execution, settings)
         self.replayed_ops = 0
         self.uncounted: Counter[str] = Counter()
