@@ -69,7 +69,7 @@ class VllmAdapters:
     async def loaded(self, path: Path) -> AsyncIterator[str]:
         """Keep the adapter of a folder loaded inside the context. Yields its model name for requests.
 
-        Raises the errors of `VllmServer.load` and `AdapterCopies.fetch`.
+        After AdapterUnknown inside, the next context loads it again. Raises the errors of `VllmServer.load` and `AdapterCopies.fetch`.
         """
         name = path.name
         while name not in self._loaded:
@@ -86,14 +86,13 @@ class VllmAdapters:
         adapter.idle.clear()
         try:
             yield name
+        except AdapterUnknown:
+            self._loaded.pop(name, None)
+            raise
         finally:
             adapter.users -= 1
             if not adapter.users:
                 adapter.idle.set()
-
-    def forget(self, name: str) -> None:
-        """Mark an adapter as unloaded."""
-        self._loaded.pop(name, None)
 
     async def drop(self, name: str) -> None:
         """Unload an adapter once no sequence uses it. Idempotent."""
