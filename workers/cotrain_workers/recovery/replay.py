@@ -182,8 +182,9 @@ class Replay:
             bodies = _bodies(self.execution, group)
             cycle = yield from self.engine.cycle(self._requests(group, bodies))
             is_exact = is_exact and cycle.is_exact
-            self._check(group, cycle.outputs, exact=compares_bits and is_exact)
-            self._put_saves_again(group, bodies, cycle.outputs)
+            for op, body in zip(group, bodies, strict=True):
+                if (output := cycle.outputs.get(op.id)) is not None:
+                    self._accept(op, body, output, exact=compares_bits and is_exact)
             self.progress.reach(run, group[-1].seq - base.seq)
         return is_exact
 
@@ -199,24 +200,17 @@ class Replay:
                 runnable.append(request)
         return runnable
 
-    def _check(self, group: Sequence[QueuedOp], outputs: Mapping[tuple[str, int], Output], *, exact: bool) -> None:
-        """Compare the replayed results with the stored ones; raises ReplayDiverged."""
-        for op in group:
-            stored = self.execution.logs.stored_result(op)
-            output = outputs.get(op.id)
-            if stored is None or output is None or isinstance(output, SaveOutput):
-                continue  # expired, or an op that never ran, or one whose result holds no numbers
-            if not same_result(stored, result_of(op, output, cycle=0), exact=exact):
-                raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
+    def _accept(self, op: QueuedOp, body: bytes, output: Output, *, exact: bool) -> None:
+        """Put a save again. Compare another replayed result with the stored one, which may have expired.
 
-    def _put_saves_again(
-        self, group: Sequence[QueuedOp], bodies: Sequence[bytes], outputs: Mapping[tuple[str, int], Output]
-    ) -> None:
-        for op, body in zip(group, bodies, strict=True):
-            output = outputs.get(op.id)
-            if isinstance(output, SaveOutput):
-                saved = saved_of(SaveRequest.parse(body), output)
-                self.weights.put_again(WeightsRef(op.request_id), saved)
+        Raises ReplayDiverged. The saves of a group come after its passes and its step.
+        """
+        if isinstance(output, SaveOutput):
+            self.weights.put_again(WeightsRef(op.request_id), saved_of(SaveRequest.parse(body), output))
+            return
+        stored = self.execution.logs.stored_result(op)
+        if stored is not None and not same_result(stored, result_of(op, output, cycle=0), exact=exact):
+            raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
 
 
 def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:
