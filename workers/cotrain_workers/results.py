@@ -89,7 +89,7 @@ class OpRow:
     output: Output | None  # None for a pass that stays open
     tokens: int  # tokens that ran in this step
     device_s: float
-    """Compute time in s, with that of earlier steps. A step's time is divided by tokens; no tokens count as one."""
+    """Compute time in s, with that of earlier steps. A step's time is divided by tokens, at least one per op."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class VllmAdapters:
     async def loaded(self, path: Path) -> AsyncIterator[str]:
         """Keep the adapter of a folder loaded inside the context. Yields its model name for requests.
 
-        After AdapterUnknown inside, the next context loads it again. Raises the errors of `VllmServer.load` and `AdapterCopies.fetch`.
+        After AdapterUnknown inside, the next context loads it again. Raises the errors of `VllmServer.load` and
+        `AdapterCopies.fetch`.
         """
         name = path.name
         while name not in self._loaded:
