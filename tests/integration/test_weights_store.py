@@ -119,6 +119,18 @@ async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_ag
     assert store.first_unstored(run.id) is None
 
 
+async def test_weights_of_a_run_that_has_just_arrived_may_be_unstored(
+    samples: Samples, store_of: Callable[..., WeightsStore]
+) -> None:
+    """Another worker crashed before they were durable, and this one has not read the list since."""
+    run = await samples.log.new_run()
+    store, other = store_of(), store_of()
+    record = await saved(samples, run, 1, sampler=0)
+    with pytest.raises(WeightsMissing):
+        store.host(record.ref)
+    assert other.stored(record.ref) is None
+
+
 async def test_a_damaged_folder_fails_whoever_asks_for_it(
     samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
 ) -> None:

@@ -157,8 +157,6 @@ class FakeVllm:
         return [{**base, "max_model_len": self.context_tokens}, *adapters]
 
     def _load(self, name: str, path: str) -> Answer:
-        if not (name and path):
-            return _error(400, "Both 'lora_name' and 'lora_path' must be provided.")
         if name in self._model.adapted:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
         try:

@@ -89,12 +89,7 @@ class OpRow:
     output: Output | None  # None for a pass that stays open
     tokens: int  # tokens that ran in this step
     device_s: float
-    """Compute time in s, with that of earlier steps. A step's time is divided by tokens; no tokens count as one."""
-
-    @property
-    def id(self) -> OpId:
-        """Run and position of the op."""
-        return self.op.run, self.op.seq
+    """Compute time in s, with that of earlier steps. A step's time is divided by tokens, at least one per op."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ class StepCommit:
     @property
     def device_s(self) -> dict[OpId, float]:
         """Compute time of each op in s; for open passes, so far."""
-        return {row.id: row.device_s for row in self.rows}
+        return {row.op.id: row.device_s for row in self.rows}
 
 
 def commit_of(
@@ -158,16 +153,16 @@ def commit_of(
     return StepCommit(
         rows=rows,
         results={
-            row.id: saves[row.id].result if row.id in saves else result_of(row.op, row.output, step.cycle)
+            row.op.id: saves[row.op.id].result if row.op.id in saves else result_of(row.op, row.output, step.cycle)
             for row in rows
             if row.output is not None
         },
         record=cycle_record(step, rows, cost, times),
         counted=counted_cycle(rows, cost, times),
-        crashed=frozenset(row.id for row in rows if must_not_rerun(row)),
+        crashed=frozenset(row.op.id for row in rows if must_not_rerun(row)),
         saves=saves,
         usage=usage_of(rows),
-        opened={row.id: open_tokens[row.id] for row in rows if row.id in open_tokens},
+        opened={row.op.id: open_tokens[row.op.id] for row in rows if row.op.id in open_tokens},
         history=history_of(rows),
         ended=tuple(row.op.run for row in rows if ends_run(row)),
         is_exact=ran.is_exact,
@@ -179,19 +174,19 @@ def op_rows(step: Step, bodies: Mapping[tuple[str, int], bytes], ran: StepRun, s
     divided = ran.cost.divided if ran.cost else {}
     request_by_id = {(request.run, request.seq): request for request in ran.requests}
     tokens_by_op = {
-        op: divided[op.run, op.seq].now if (op.run, op.seq) in divided else op.tokens
+        op: divided[op.id].now if op.id in divided else op.tokens
         for op in step.ops
-        if (op.run, op.seq) in divided or (op.run, op.seq) in ran.outputs
+        if op.id in divided or op.id in ran.outputs
     }
     total = sum(tokens or 1 for tokens in tokens_by_op.values())
     return [
         OpRow(
             op,
-            bodies[op.run, op.seq],
-            request_by_id.get((op.run, op.seq)),
-            ran.outputs.get((op.run, op.seq)),
+            bodies[op.id],
+            request_by_id.get(op.id),
+            ran.outputs.get(op.id),
             tokens,
-            ran.earlier_s.get((op.run, op.seq), 0.0) + step_s * (tokens or 1) / total,
+            ran.earlier_s.get(op.id, 0.0) + step_s * (tokens or 1) / total,
         )
         for op, tokens in tokens_by_op.items()
     ]
@@ -264,7 +259,7 @@ def saves_of(step: Step, rows: Iterable[OpRow], pool: PoolId, base_model: str) -
             answer["sampling_session_id"] = user.id
         else:
             answer["path"] = user.path
-        saves[row.id] = DoneSave(
+        saves[row.op.id] = DoneSave(
             SaveRecords(weights, user, overwrite=request.overwrite, last=request.last),
             saved_of(request, output),
             Result.of_json(answer | request.answer),
@@ -314,7 +309,7 @@ def history_of(rows: Iterable[OpRow]) -> dict[OpId, HistoryEntry]:
         entry = _entry(row)
         # JSON has no NaN and no infinity.
         if entry and (isinstance(entry, MetricsEntry) or all(map(isfinite, vars(entry).values()))):
-            found[row.id] = entry
+            found[row.op.id] = entry
     return found
 
 

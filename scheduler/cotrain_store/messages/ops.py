@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from cotrain_store.messages.fleet import Move, WorkerSlot
-from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WorkerId, decode, request_id
+from cotrain_store.messages.ids import OpId, PoolId, RequestId, RunId, TenantId, WorkerId, decode, request_id
 
 
 class OpKind(StrEnum):
@@ -67,6 +67,11 @@ class QueuedOp:
         kind, tokens, size, accepted, ref = envelope.split("|", 4)
         at, _, trace = accepted.partition(";")
         return cls(run, seq, OpKind(kind), int(tokens), ref, int(size), float(at), trace)
+
+    @property
+    def id(self) -> OpId:
+        """Run and position in the run's order."""
+        return self.run, self.seq
 
     @property
     def request_id(self) -> RequestId:

@@ -175,7 +175,7 @@ def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it()
 def test_a_tenant_is_counted_a_pass_once_with_the_time_of_all_its_cycles() -> None:
     ran = StepRun(HALF.outputs, HALF, is_exact=True, earlier_s={(A, 1): 2.0, (B, 1): 4.0})
     rows = op_rows(STEP, {(op.run, op.seq): b"" for op in STEP.ops}, ran, 1.0)
-    assert {row.id: row.device_s for row in rows} == {(A, 1): 2.5, (B, 1): 4.5}
+    assert {row.op.id: row.device_s for row in rows} == {(A, 1): 2.5, (B, 1): 4.5}
     assert usage_of(rows) == {A: RunUsage(30, 2.5)}
 
 

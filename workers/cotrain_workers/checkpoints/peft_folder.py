@@ -60,8 +60,8 @@ class SumsUnusable(FolderUnreadable):
 
 
 @dataclass(frozen=True)
-class WrittenFolder:
-    """Durable adapter: the digest that names it, its key, and the bytes of its files."""
+class Written:
+    """Durable adapter or optimizer state: the digest that names it, its key, and the bytes of its files."""
 
     digest: str
     key: str
@@ -81,7 +81,7 @@ def key_of(digest: str) -> str:
     return f"{digest[:2]}/{digest}"
 
 
-def write_folder(root: Blobs, weights: HostWeights, layout: Layout, base_model: str) -> WrittenFolder:
+def write_folder(root: Blobs, weights: HostWeights, layout: Layout, base_model: str) -> Written:
     """Write an adapter. On return it is durable under its name and has a new timestamp. Raises OSError.
 
     Idempotent, also for two processes at once, because equal content has one name. A damaged folder of that
@@ -97,7 +97,7 @@ def write_folder(root: Blobs, weights: HostWeights, layout: Layout, base_model: 
         failpoint("weights.before_rename")
         root.put(f"{key}/{CONFIG}", contents[CONFIG])
         failpoint("weights.renamed")
-    return WrittenFolder(name, key, sum(map(len, contents.values())))
+    return Written(name, key, sum(map(len, contents.values())))
 
 
 def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs, Moments
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.checkpoints.peft_folder import LayoutOf, metadata_of
+from cotrain_workers.checkpoints.peft_folder import LayoutOf, Written, metadata_of
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
@@ -38,30 +38,22 @@ class OptimizerUnreadable(Exception):
     """The file of an optimizer state is missing, incomplete, or does not match its name."""
 
 
-@dataclass(frozen=True)
-class WrittenOptimizer:
-    """Durable optimizer state: the digest that names it, and the bytes of its file."""
-
-    digest: str
-    size: int
-
-
 def optimizer_key(digest: str) -> str:
     """Return the key of an optimizer state, written or not."""
     return f"{digest[:2]}/{digest}{SUFFIX}"
 
 
-def write_optimizer(root: Blobs, optimizer: HostOptimizer, base_model: str) -> WrittenOptimizer:
+def write_optimizer(root: Blobs, optimizer: HostOptimizer, base_model: str) -> Written:
     """Write an optimizer state. On return it is durable under its final name and has a new timestamp.
 
     Idempotent, also for two processes at once, because equal content has one name. A damaged file of
     that name is replaced. Raises OSError.
     """
     digest = _optimizer_digest(optimizer, base_model)
-    content = _optimizer_content(optimizer, base_model)
-    if not (_is_whole(root, digest) and root.touch(optimizer_key(digest))):
-        root.put(optimizer_key(digest), content, moments=_OPTIMIZER_MOMENTS)
-    return WrittenOptimizer(digest, len(content))
+    key, content = optimizer_key(digest), _optimizer_content(optimizer, base_model)
+    if not (_is_whole(root, digest) and root.touch(key)):
+        root.put(key, content, moments=_OPTIMIZER_MOMENTS)
+    return Written(digest, key, len(content))
 
 
 def read_optimizer(root: Blobs, digest: str, layout_of: LayoutOf) -> HostOptimizer:

@@ -166,11 +166,18 @@ class WeightsStore:
         entry = self._unstored.get(ref)
         if entry and entry.saved:
             return entry.saved.weights
-        cached = self._cache.get(ref)
-        if cached is None:
-            cached = self._read(ref)
-            self._cache.put(ref, cached)
-        return cached
+        if cached := self._cache.get(ref):
+            return cached
+        if not self.is_known(ref) or ref in self._unstored:
+            raise WeightsMissing(ref)
+        try:
+            weights = read_folder(self._files.adapters, self._stored[ref].digest, self.layout_of)
+        except FolderUnreadable as unreadable:
+            log.error("weights_unreadable", weights=ref, reason=str(unreadable))
+            reason = str(unreadable) if isinstance(unreadable, SumsUnusable) else ""
+            raise WeightsMissing(ref, reason) from unreadable
+        self._cache.put(ref, weights)
+        return weights
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
         """Return the optimizer state that was saved with the weights; None if they were saved
@@ -199,21 +206,9 @@ class WeightsStore:
         Raises:
             WeightsMissing: they do not exist, and will not.
         """
-        if ref in self._unstored:
-            return None
         if not self.is_known(ref):
             raise WeightsMissing(ref)
-        return self._stored[ref]
-
-    def _read(self, ref: WeightsRef) -> HostWeights:
-        if ref in self._unstored or not self.is_known(ref):
-            raise WeightsMissing(ref)
-        try:
-            return read_folder(self._files.adapters, self._stored[ref].digest, self.layout_of)
-        except FolderUnreadable as unreadable:
-            log.error("weights_unreadable", weights=ref, reason=str(unreadable))
-            reason = str(unreadable) if isinstance(unreadable, SumsUnusable) else ""
-            raise WeightsMissing(ref, reason) from unreadable
+        return self._stored.get(ref)
 
     def maintain(self) -> list[WeightsRef]:
         """Publish completed writes, retry failed ones, and sweep periodically.

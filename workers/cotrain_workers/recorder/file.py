@@ -83,7 +83,8 @@ class ReadCheckpoints:
         return self.optimizers[ref]
 
 
-#: Outcome of a cycle: fingerprints of its finished ops by run and seq, then of each run's state after it, without a seq.
+#: Outcome of a cycle: fingerprints of its finished ops by run and seq, then of each run's state after it, by run and
+#: None.
 Findings: TypeAlias = Mapping[tuple[RunId, int | None], Fingerprint]
 
 

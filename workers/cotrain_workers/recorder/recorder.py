@@ -69,7 +69,7 @@ class Recorder:
             return
         # With the epoch, a re-run does not overwrite the recording of the cycle that killed a predecessor.
         path = self.folder / f"{step.cycle:012}-{self.epoch}{SUFFIX}"
-        in_order = [bodies[op.run, op.seq] for op in step.ops]
+        in_order = [bodies[op.id] for op in step.ops]
         try:
             read = self._read_by(step.ops, in_order)
             write_inputs(path, self._facts(step), in_order, states_of(self.engine, step), read)
@@ -127,7 +127,7 @@ def states_of(engine: Trainer, step: Step) -> Iterator[tuple[RunId, AdapterState
 
 def findings_of(engine: Trainer, step: Step, outputs: Mapping[tuple[str, int], Output]) -> Findings:
     """Return the outcome of a step that has just run."""
-    finished = [(op.run, op.seq) for op in step.ops if (op.run, op.seq) in outputs]
+    finished = [op.id for op in step.ops if op.id in outputs]
     states = states_of(engine, step)
     return {
         **{op_id: fingerprint_of(outputs[op_id]) for op_id in finished},
@@ -189,12 +189,12 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
         if cycle.found is not None:
-            then = cycle.found.get((op.run, op.seq))
+            then = cycle.found.get(op.id)
             if then is None or (then.is_accident and not everything):
                 continue
         request = engine_op(op, body, cycle.read, engine.adapters.layout_of)
         if isinstance(request, Failure | NoteOutput):
-            outputs[op.run, op.seq] = request
+            outputs[op.id] = request
         else:
             runnable.append(request)
     outputs |= engine.run(runnable).outputs
@@ -216,7 +216,7 @@ def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterato
     If `tolerance` is 0, bits are compared. A cycle without a recorded outcome has nothing to compare with.
     """
     then = cycle.found or {}
-    kind_by_op = {(op.run, op.seq): op.kind.value for op in cycle.facts.step.ops}
+    kind_by_op = {op.id: op.kind.value for op in cycle.facts.step.ops}
     states = [at for at in dict.fromkeys([*then, *again]) if at[1] is None]
     for run, seq in (*kind_by_op, *states):
         pair = then.get((run, seq)), again.get((run, seq))

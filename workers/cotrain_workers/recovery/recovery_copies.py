@@ -96,7 +96,7 @@ class RecoveryCopies:
             backlog = self.backlogs.get(op.run)
             if backlog is None:
                 continue
-            if (op.run, op.seq) not in outputs:
+            if op.id not in outputs:
                 backlog.used_at = now
             elif op.kind in _WITHOUT_EFFECT:
                 backlog.pass_by(op.seq, now)
@@ -105,7 +105,7 @@ class RecoveryCopies:
                 if backlog.is_rewound:  # the copies after its state are gone
                     backlog.ops, backlog.is_due, backlog.is_rewound = backlog.ops + 1, True, False
             else:
-                compute_s, is_pass = device_s[op.run, op.seq], op.kind in _PASSES
+                compute_s, is_pass = device_s[op.id], op.kind in _PASSES
                 alone_s = self._cost.alone_s(compute_s, compute_s / total_s, is_pass=is_pass)
                 backlog.add(op.seq, op.size, compute_s, alone_s, now)
         self.copy_due()

@@ -106,11 +106,6 @@ class Replay:
     weights: WeightsStore
     snapshots: Blobs  # recovery copies
     progress: RestoreProgress
-    exact: bool
-    """True if a replayed result must equal the stored one to the bit. This holds on a CPU, where a run's results do not
-    depend on its neighbours. A log of other numerics (another CPU, another torch) is exempt, because no exact replay of
-    it is possible.
-    """
 
     def restore(self, run: RunId) -> Yielding[Restored]:
         """Load a run into the engine as of its committed `done`; yields like the engine's cycles.
@@ -179,13 +174,17 @@ class Replay:
     def _run_ops(self, run: RunId, base: Base, ops: Sequence[QueuedOp]) -> Yielding[bool]:
         """Run ops from a loaded base; return False if memory ran out."""
         is_exact = True
-        compares_bits = self.exact and not is_foreign(self.engine, base.numerics_id)
+        # On a CPU a run's results do not depend on its neighbours. A log of other numerics (another CPU, another torch)
+        # has no exact replay.
+        on_cpu = self.engine.facts.numerics.device == "cpu"
+        compares_bits = on_cpu and not is_foreign(self.engine, base.numerics_id)
         for group in _cycles(ops):
             bodies = _bodies(self.execution, group)
             cycle = yield from self.engine.cycle(self._requests(group, bodies))
             is_exact = is_exact and cycle.is_exact
-            self._check(group, cycle.outputs, exact=compares_bits and is_exact)
-            self._put_saves_again(group, bodies, cycle.outputs)
+            for op, body in zip(group, bodies, strict=True):
+                if (output := cycle.outputs.get(op.id)) is not None:
+                    self._accept(op, body, output, exact=compares_bits and is_exact)
             self.progress.reach(run, group[-1].seq - base.seq)
         return is_exact
 
@@ -201,24 +200,17 @@ class Replay:
                 runnable.append(request)
         return runnable
 
-    def _check(self, group: Sequence[QueuedOp], outputs: Mapping[tuple[str, int], Output], *, exact: bool) -> None:
-        """Compare the replayed results with the stored ones; raises ReplayDiverged."""
-        for op in group:
-            stored = self.execution.logs.stored_result(op)
-            output = outputs.get((op.run, op.seq))
-            if stored is None or output is None or isinstance(output, SaveOutput):
-                continue  # expired, or an op that never ran, or one whose result holds no numbers
-            if not same_result(stored, result_of(op, output, cycle=0), exact=exact):
-                raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
+    def _accept(self, op: QueuedOp, body: bytes, output: Output, *, exact: bool) -> None:
+        """Put a save again. Compare another replayed result with the stored one, which may have expired.
 
-    def _put_saves_again(
-        self, group: Sequence[QueuedOp], bodies: Sequence[bytes], outputs: Mapping[tuple[str, int], Output]
-    ) -> None:
-        for op, body in zip(group, bodies, strict=True):
-            output = outputs.get((op.run, op.seq))
-            if isinstance(output, SaveOutput):
-                saved = saved_of(SaveRequest.parse(body), output)
-                self.weights.put_again(WeightsRef(op.request_id), saved)
+        Raises ReplayDiverged. The saves of a group come after its passes and its step.
+        """
+        if isinstance(output, SaveOutput):
+            self.weights.put_again(WeightsRef(op.request_id), saved_of(SaveRequest.parse(body), output))
+            return
+        stored = self.execution.logs.stored_result(op)
+        if stored is not None and not same_result(stored, result_of(op, output, cycle=0), exact=exact):
+            raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
 
 
 def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:

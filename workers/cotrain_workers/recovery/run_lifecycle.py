@@ -94,8 +94,6 @@ class RunLifecycle:
         policy: SnapshotPolicy,
         metrics: WorkerMetrics,
         cost: ReplayCost,
-        *,
-        exact: bool,
     ) -> None:
         self._engine = engine
         self._execution = execution
@@ -104,7 +102,7 @@ class RunLifecycle:
         self._snapshots = settings.blob_store.below("snapshots")
         self.copies = RecoveryCopies(engine, execution, weights, self._snapshots, policy, metrics, cost)
         self.progress = RestoreProgress()
-        self._replay = Replay(engine, execution, weights, self._snapshots, self.progress, exact)
+        self._replay = Replay(engine, execution, weights, self._snapshots, self.progress)
         self._sweep = Sweep(execution, settings)
         self.replayed_ops = 0
         self.uncounted: Counter[str] = Counter()
@@ -146,7 +144,7 @@ class RunLifecycle:
                 return None
             for op in step.ops:
                 if op.kind is OpKind.REWIND and op.seq > done.get(op.run, op.seq):
-                    rewinds[op.run, op.seq] = yield from self._rewind(op)
+                    rewinds[op.id] = yield from self._rewind(op)
         # A commit is atomic, so no op of a re-run step is committed. The check guards against running one twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
         return StepRuns(ops, stopped, is_exact, rewinds)
@@ -376,13 +374,12 @@ class RunLifecycle:
         now = time.monotonic()
         self.copies.copy_due()
         for run, backlog in list(self.copies.backlogs.items()):
-            if self._policy.may_evict(backlog, now) and run not in self.copies.writing:
-                self.forget_state(run)
-                log.info("run_evicted", run=run)
+            if self._policy.may_evict(backlog, now):
+                self._release(run, "run_evicted")
         for name in self._engine.adapters.runs_to_evict():
             # A pass that loses its run here would start anew in every cycle.
             if name not in self._engine.open_passes.runs:
-                self._evict(RunId(name))
+                self._release(RunId(name), "run_evicted", reason="host_bytes")
         for run in self._execution.runs_to_drop():
             if run not in self.copies.writing and self._execution.forget(run):
                 self.forget_state(run)
@@ -390,8 +387,13 @@ class RunLifecycle:
                 log.info("run_dropped", run=run)
         self._sweep.maintain(now, self.copies.writing)
 
-    def _evict(self, run: RunId) -> None:
-        """Drop a run that does not fit into host memory, as soon as a copy contains all of it."""
+    def hand_over(self) -> None:
+        """Release all runs, because another worker continues them."""
+        for run in list(self.copies.backlogs):
+            self._release(run, "run_handed_over")
+
+    def _release(self, run: RunId, event: str, **about: str) -> None:
+        """Drop a run from memory and log the event, as soon as a copy contains all of it. Otherwise start that copy."""
         backlog = self.copies.backlogs.get(run)
         if backlog is None or run in self.copies.writing:
             return
@@ -399,13 +401,4 @@ class RunLifecycle:
             self.copies.start(run, backlog)
         else:
             self.forget_state(run)
-            log.info("run_evicted", run=run, reason="host_bytes")
-
-    def hand_over(self) -> None:
-        """Copy out changed runs and release completely copied ones, because another worker continues them."""
-        for run, backlog in list(self.copies.backlogs.items()):
-            if backlog.ops:
-                self.copies.start(run, backlog)
-            elif run not in self.copies.writing:
-                self.forget_state(run)
-                log.info("run_handed_over", run=run)
+            log.info(event, run=run, **about)

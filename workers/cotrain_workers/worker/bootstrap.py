@@ -273,9 +273,8 @@ def enter_pool(
         epoch=epoch,
         kept=settings.record_cycles,
     )
-    exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
-    runs = RunLifecycle(engine, execution, weights, settings, policy, metrics, cost, exact=exact)
+    runs = RunLifecycle(engine, execution, weights, settings, policy, metrics, cost)
     return WorkerLoop(engine, execution, runs, weights, sampler, recorder, record, settings, metrics)
 
 

@@ -55,7 +55,7 @@ def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
     now = time.time()
     metrics.cycle_duration.observe(commit.record["duration_ms"] / 1000)
     for row in commit.rows:
-        save = commit.saves.get(row.id)
+        save = commit.saves.get(row.op.id)
         if row.output is not None and not (save and save.is_named):  # its answer follows
             metrics.resolved(row.op.kind, now - row.op.accepted_at)
     for run, used in commit.usage.items():
@@ -110,5 +110,5 @@ def _facts(row: OpRow, step: Step, commit: StepCommit) -> Mapping[str, Any]:
         "waited_s": max(0.0, step.planned_at - op.accepted_at),
         "failure": output.category if isinstance(output, Failure) else None,
         # A named save resolves once its weights are on disk, which is later.
-        "is_stored_later": row.id in commit.saves or None,
+        "is_stored_later": row.op.id in commit.saves or None,
     }

@@ -75,23 +75,29 @@ def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PAT
             return file
 
 
-def await_absence(holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S) -> None:
+def await_absence(
+    holder: Callable[[], WorkerHeartbeat | None],
+    host: str,
+    patience_s: float = PATIENCE_S,
+    *,
+    awaits_its_end: bool = True,
+) -> None:
     """Wait until no process on another host sends heartbeats under this worker id.
 
     Raises:
-        WorkerIdInUse: one did for `patience_s`, which is longer than the expiry of a heartbeat.
+        WorkerIdInUse: one did for `patience_s`, which is longer than the expiry of a heartbeat. Unless it
+            `awaits_its_end`, a renewed heartbeat is enough.
     """
-    until = time.monotonic() + patience_s
-    while True:
-        heartbeat = holder()
-        if heartbeat is None or heartbeat.host in ("", host):
-            return
-        if time.monotonic() >= until:
+    first, until = holder(), time.monotonic() + patience_s
+    heartbeat = first
+    while heartbeat is not None and heartbeat.host not in ("", host):
+        if time.monotonic() >= until or (heartbeat != first and not awaits_its_end):
             raise WorkerIdInUse(
                 f"Another process, on host {heartbeat.host}, is worker {heartbeat.id}. Give each worker an id of "
                 "its own (COTRAIN_WORKER_ID)."
             )
         time.sleep(POLL_S)
+        heartbeat = holder()
 
 
 def claim_free_worker_id(
@@ -107,22 +113,13 @@ def claim_free_worker_id(
             lock = lock_worker_id(folder, pool, worker, patience_s=0)
         except WorkerIdInUse:
             continue
-        if not _lives_elsewhere(partial(heartbeat_of, worker), host):
+        try:
+            await_absence(partial(heartbeat_of, worker), host, WATCHED_S, awaits_its_end=False)
+        except WorkerIdInUse:
+            os.close(lock)
+        else:
             return worker
-        os.close(lock)
     raise AssertionError("There is no last number.")
-
-
-def _lives_elsewhere(holder: Callable[[], WorkerHeartbeat | None], host: str) -> bool:
-    """Return True if another host's process renews the heartbeat, False once its last one has expired."""
-    first, until = holder(), time.monotonic() + WATCHED_S
-    heartbeat = first
-    while heartbeat is not None and heartbeat.host not in ("", host):
-        if heartbeat != first or time.monotonic() >= until:
-            return True
-        time.sleep(POLL_S)
-        heartbeat = holder()
-    return False
 
 
 class Heartbeat:

@@ -79,17 +79,17 @@ class StepRunner:
         # A pass that is no longer open in the engine starts anew, or never runs again.
         still_open = self._engine.open_passes
         self._open_ops = {at: kept for at, kept in self._open_ops.items() if at in still_open}
-        unread = [op for op in step.ops if (op.run, op.seq) not in self._open_ops]
+        unread = [op for op in step.ops if op.id not in self._open_ops]
         read = dict(zip(unread, self._execution.bodies(unread), strict=True))
         bodies: dict[tuple[str, int], bytes] = {}
         stopped = dict(runs.stopped)
         for op in step.ops:
-            kept = self._open_ops.get((op.run, op.seq))
+            kept = self._open_ops.get(op.id)
             body = kept.body if kept else read[op]
             if body is None and op.run not in stopped:
                 missing = SpoolCorrupt("A body is gone.")
                 stopped[op.run] = self._runs.stop(op.run, step.tenant_by_run[op.run], missing)
-            bodies[op.run, op.seq] = body or b""
+            bodies[op.id] = body or b""
         return bodies, replace(runs, stopped=stopped)
 
     def run(
@@ -124,7 +124,7 @@ class StepRunner:
         requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
         for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
-                outputs[op.run, op.seq] = request
+                outputs[op.id] = request
             else:
                 if isinstance(request, Pass):
                     request = replace(request, tenant=step.tenant_by_run[op.run])
@@ -175,13 +175,13 @@ class StepRunner:
         for op in step.ops:
             if op.run in waiting:
                 continue
-            body, kept = bodies[op.run, op.seq], self._open_ops.get((op.run, op.seq))
+            body, kept = bodies[op.id], self._open_ops.get(op.id)
             request = (
                 runs.stopped.get(op.run)
-                or runs.rewinds.get((op.run, op.seq))
+                or runs.rewinds.get(op.id)
                 or (kept.request if kept else self._prefetcher.take(op, body))
             )
-            if request is None and (op.run, op.seq) in allowances:
+            if request is None and op.id in allowances:
                 if has_one and is_late():
                     waiting.add(op.run)
                     continue
@@ -277,11 +277,11 @@ def finished_outputs(
     unfinished: set[RunId] = set()
     finished: dict[tuple[str, int], Output] = {}
     for op in ops:
-        output = outputs.get((op.run, op.seq))
+        output = outputs.get(op.id)
         if output is None:
             unfinished.add(op.run)
         elif op.run not in unfinished:
-            finished[op.run, op.seq] = output
+            finished[op.id] = output
     return finished
 
 

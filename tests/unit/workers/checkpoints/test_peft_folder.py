@@ -25,7 +25,7 @@ from cotrain_workers.checkpoints.peft_folder import (
     TENSORS,
     FolderUnreadable,
     SumsUnusable,
-    WrittenFolder,
+    Written,
     digest,
     key_of,
     read_folder,
@@ -61,7 +61,7 @@ def some_weights(spec: AdapterSpec | None = None, seed: int = 0) -> HostWeights:
     return HostWeights(spec, flat)
 
 
-def written(root: Path, weights: HostWeights | None = None) -> WrittenFolder:
+def written(root: Path, weights: HostWeights | None = None) -> Written:
     weights = weights or some_weights()
     return write_folder(Folder(root), weights, layout_of(weights.spec), BASE)
 
@@ -182,7 +182,7 @@ def test_an_adapter_has_the_same_bytes_from_every_writer(tmp_path: Path) -> None
 
 def test_concurrent_writers_of_one_adapter_leave_one_complete_folder(tmp_path: Path) -> None:
     weights, together = some_weights(), threading.Barrier(8)
-    folders: list[WrittenFolder] = []
+    folders: list[Written] = []
 
     def write() -> None:
         together.wait()

@@ -69,7 +69,8 @@ class VllmAdapters:
     async def loaded(self, path: Path) -> AsyncIterator[str]:
         """Keep the adapter of a folder loaded inside the context. Yields its model name for requests.
 
-        Raises the errors of `VllmServer.load` and `AdapterCopies.fetch`.
+        After AdapterUnknown inside, the next context loads it again. Raises the errors of `VllmServer.load` and
+        `AdapterCopies.fetch`.
         """
         name = path.name
         while name not in self._loaded:
@@ -86,14 +87,13 @@ class VllmAdapters:
         adapter.idle.clear()
         try:
             yield name
+        except AdapterUnknown:
+            self._loaded.pop(name, None)
+            raise
         finally:
             adapter.users -= 1
             if not adapter.users:
                 adapter.idle.set()
-
-    def forget(self, name: str) -> None:
-        """Mark an adapter as unloaded."""
-        self._loaded.pop(name, None)
 
     async def drop(self, name: str) -> None:
         """Unload an adapter once no sequence uses it. Idempotent."""
@@ -275,8 +275,11 @@ class _Probes:
 
     async def _has_effect(self, spec: AdapterSpec, targets: Sequence[Target]) -> bool:
         """Load a probe adapter and return True if it changes the prompt's log-probs."""
-        weights, layout = probe_weights(spec, targets), plan_layout(spec, targets)
-        folder = write_folder(Folder(self.shared), weights, layout, self.base_model)
+        layout = plan_layout(spec, targets)
+        flat, generator = initial_weights(spec, layout), torch.Generator().manual_seed(spec.seed)
+        for pair in layout.views(flat).values():  # B is random instead of zero, so that the effect is large
+            pair.b.copy_(0.5 * torch.randn(pair.b.shape, generator=generator))
+        folder = write_folder(Folder(self.shared), HostWeights(spec, flat), layout, self.base_model)
         await self.server.load(folder.digest, self.shared / folder.key)
         try:
             plain, adapted = [await self._scores(name) for name in (self.model, folder.digest)]
@@ -295,13 +298,3 @@ class _Probes:
         fixed = {"max_tokens": 1, "temperature": 0.0, "seed": 0, "ignore_eos": True}
         body = {"model": model, "prompt": _PROMPT, **fixed, "return_tokens_as_token_ids": True}
         return (await self.server.complete(body | more)).choice
-
-
-def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
-    """Return an adapter with a large effect: B is random instead of zero."""
-    layout = plan_layout(spec, targets)
-    flat = initial_weights(spec, layout)
-    generator = torch.Generator().manual_seed(spec.seed)
-    for pair in layout.views(flat).values():
-        pair.b.copy_(0.5 * torch.randn(pair.b.shape, generator=generator))
-    return HostWeights(spec, flat)

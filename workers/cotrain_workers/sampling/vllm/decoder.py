@@ -277,9 +277,7 @@ class VllmSampler:
                     await asyncio.sleep(PAUSE_S[1])
                 except AdapterUnknown:
                     tries += 1
-                    if folder:
-                        self.adapters.forget(folder.name)
-                    else:
+                    if folder is None:
                         self.facts = None
                 await asyncio.sleep(min(PAUSE_S[0] * 2**tries, PAUSE_S[1]))
         log.error("vllm_failed_on_request", request=request.id)
