@@ -192,7 +192,7 @@ class Sweep(Generic[RunT]):
         `keep` is the number of trials to keep, or below 1 their share, rounded up. The best trial is always
         kept. An ended run cannot be continued: save it before if you need it.
         """
-        if not keep > 0 or (isinstance(keep, float) and keep >= 1):
+        if not keep > 0 or (keep >= 1 and not isinstance(keep, int)):
             raise UnsupportedInput(f"keep must be a number of trials, or a share above 0 and below 1, not {keep}")
         ranked = await self._ranked()
         most = math.ceil(len(ranked) * keep) if keep < 1 else int(keep)
