@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from opening import FOLDER, KEY, demo_model
 
 if __name__ == "__main__":
-    folder = demo_model(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    folder = demo_model(parser.parse_args().folder)
     print(f"cotrain serve --base-model {folder} --api-key {KEY}")
     print(f"export COTRAIN_BASE_URL=http://127.0.0.1:8000 COTRAIN_API_KEY={KEY}")

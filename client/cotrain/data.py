@@ -103,13 +103,13 @@ def read_chat(file: str | Path) -> list[Conversation]:
     Raises UnsupportedInput, which names the line and the field, or OSError.
     """
     found = []
-    with Path(file).open(encoding="utf-8") as lines:
+    with Path(file).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             source = f"{Path(file).name}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())
             except ValueError as error:
                 raise UnsupportedInput(f"{source} is not JSON: {error}") from None
             found.append(conversation_of(row, source))
@@ -213,6 +213,8 @@ def _message(message: Any, where: str) -> Message:
     content = message.get("content")
     if content is None and not calls:
         raise UnsupportedInput(f"{where}.content is missing")
+    if message.get("weight") not in (None, 0, 1):
+        raise UnsupportedInput(f"{where}.weight must be 0 or 1, not {message['weight']!r}")
     given = {**message, "content": _text(content, where)}
     return {**given, "tool_calls": calls} if calls else given
 
@@ -250,6 +252,16 @@ class _Template:
         self.tokenizer = tokenizer
         self._options = options
 
+    def check_tools(self, conversation: Conversation) -> None:
+        """Raise UnsupportedInput if the template would leave out tools or their calls."""
+        calls = any(message.get("tool_calls") for message in conversation.messages)
+        for name, given in (("tools", conversation.tools), ("tool_calls", calls)):
+            if given and name not in str(self.tokenizer.chat_template):
+                raise UnsupportedInput(
+                    f"{conversation.source}: the chat template leaves out `{name}`: use a model whose template has them, "
+                    f"or remove `{name}`"
+                )
+
     def tokens(self, conversation: Conversation, count: int, *, prompt: bool = False) -> list[int]:
         """Return the tokens of the first `count` messages, with the prompt for generation if `prompt`."""
         messages = [
@@ -281,6 +293,7 @@ def _weighted(
     template: _Template, conversation: Conversation, train_on: TrainOn, prompt_weight: float
 ) -> list[tuple[list[int], list[float]]]:
     """Return tokens and their weights, for each datum of a conversation."""
+    template.check_tools(conversation)
     messages, answers = conversation.messages, conversation.answers
     if train_on == "last_answer" and messages[-1]["role"] != _ASSISTANT:
         raise UnsupportedInput(

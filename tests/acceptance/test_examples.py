@@ -106,6 +106,13 @@ def test_an_activity_is_announced_first_and_shows_its_progress(tmp_path: Path) -
     assert re.fullmatch(r"Making a base model: step \d+ of \d+, [\d.]+ nats/token, \d+ s left\n", line)
 
 
+def test_the_maker_of_a_model_reads_no_option_as_its_folder() -> None:
+    command = [sys.executable, str(EXAMPLES / "make_model.py")]
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert helped.stdout.startswith("usage: make_model.py [-h] [folder]")
+    assert subprocess.run([*command, "--steps"], capture_output=True, timeout=60).returncode == 2
+
+
 def test_the_demo_prints_its_activity_before_it_loads_torch() -> None:
     # The model may exist already; the demo imports torch all the same.
     command = [sys.executable, "-X", "importtime", str(EXAMPLES / "demo.py")]

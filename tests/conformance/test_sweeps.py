@@ -137,9 +137,13 @@ def test_a_sweep_of_16_is_exact_sent_once_and_survives_the_death_of_its_worker(w
     assert sorted(trial.number for trial in killed.live) == sorted(sorted(evaluated, key=evaluated.__getitem__)[:3])
     cycles = {output.metrics["clock_cycle:unique"] for output in killed.train(batch(5)).result().outputs.values()}
     assert len(cycles) == 1
+    with pytest.raises(UnsupportedInput, match=r"a share above 0 and below 1, not 1\.0"):
+        killed.prune(1.0)  # a share of all, or one trial
     killed.close()
     with pytest.raises(UnsupportedInput, match="all trials"):
         killed.train(batch(5))
+    with pytest.raises(UnsupportedInput, match="all trials"):
+        killed.best()
 
 
 def test_a_run_that_ended_fails_alone_and_a_bad_batch_fails_for_all(world: World) -> None:
@@ -149,6 +153,10 @@ def test_a_run_that_ended_fails_alone_and_a_bad_batch_fails_for_all(world: World
     )
     with pytest.raises(RequestFailed, match="999"):
         sweep.train([too_large]).result()
+    for compared in (sweep.best, sweep.prune):
+        with pytest.raises(UnsupportedInput, match="no trial has a finite loss"):
+            compared()
+    assert len(sweep.live) == 2
     sweep.trials[1].run.unload()
     output = sweep.train(batch(0)).result()
     assert list(output) == [0]

@@ -152,6 +152,7 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     found = await recent_failures(connection, time.time())
     assert list(found) == ["b", "a"]
     assert (found[TenantId("b")].refused, found[TenantId("b")].message) == (3, Reason.QUEUE_FULL.message)
+    assert found[TenantId("b")].status == 429
 
 
 HOUR = timedelta(hours=1)

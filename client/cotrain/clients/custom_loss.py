@@ -21,7 +21,7 @@ from typing import Any, SupportsFloat
 from pydantic import ValidationError
 
 from cotrain.clients.unsupported_arguments import Ready
-from cotrain.errors import TorchMissing, UnsupportedInput
+from cotrain.errors import RequestFailed, TorchMissing, UnsupportedInput
 from cotrain.wire.custom_loss import (
     LOGPROBS,
     CustomLossGraph,
@@ -36,8 +36,8 @@ from cotrain.wire.model import in_a_sentence
 from cotrain.wire.tensors import TensorData
 
 LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
-"""Maps the datums and their log-probs to the loss, a tensor, and a dict of numbers for the metrics. The log-probs are
-float32 tensors, each with the shape of the datum's `target_tokens`."""
+"""Maps the datums and their log-probs to the loss, a tensor of one number, and a dict of numbers for the metrics. The
+log-probs are float32 tensors, each with the shape of the datum's `target_tokens`."""
 
 PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
 """Maps the log-probs of one datum to a scalar tensor and a dict of scalar tensors. Further arguments name the
@@ -142,15 +142,25 @@ class CustomLoss:
         return [_forward_datum(index, datum) for index, datum in enumerate(self._data)]
 
     def datums(self, forward: ForwardBackwardOutput) -> list[Datum]:
-        """Compute the loss and return the backward's datums, with negated derivatives as weights."""
+        """Compute the loss and return the backward's datums, with negated derivatives as weights.
+
+        Raises RequestFailed if the loss or a derivative is not finite.
+        """
         rows = [output["logprobs"].to_torch().requires_grad_() for output in forward.loss_fn_outputs]
         with _loss_lock:
             loss, metrics = _checked_result(self._loss_fn(self._data, rows))
-            loss.sum().backward()
+            loss.backward()
         self._metrics = {name: _number(value) for name, value in metrics.items()}
-        self._metrics["loss:sum"] = _number(loss.sum())
+        self._metrics["loss:sum"] = _number(loss)
         # The loss may not depend on every datum.
         slopes = [self._torch.zeros_like(r) if r.grad is None else r.grad for r in rows]
+        if not math.isfinite(self._metrics["loss:sum"]):
+            raise RequestFailed(f"the custom loss is {_number(loss)}", "", "user")
+        for index, slope in enumerate(slopes):
+            if not slope.isfinite().all():
+                raise RequestFailed(
+                    f"the gradient of the custom loss is not finite at the log-probs of data[{index}]", "", "user"
+                )
         return [
             _with_inputs(datum, datum.loss_fn_inputs[TARGETS], TensorData.of(-slope))
             for datum, slope in zip(self._data, slopes, strict=True)
@@ -166,6 +176,9 @@ class CustomLoss:
 def _checked_result(returned: Any) -> tuple[Any, Mapping[str, SupportsFloat]]:
     match returned:
         case (loss, metrics) if getattr(loss, "requires_grad", False):
+            if loss.numel() != 1:
+                shape = list(loss.shape)
+                raise ValueError(f"a custom loss must be one number, not a tensor of shape {shape}: sum it")
             return loss, metrics
         case (_, _):
             raise ValueError("a custom loss must be a tensor that depends on the log-probs")

@@ -30,6 +30,8 @@ ALIASES = {"lr": "learning_rate"}
 STEPS_IN_FLIGHT = 2
 """Batches in flight during `halve`, so that the server never waits for this client."""
 
+_ALL_ENDED = "all trials of this sweep are ended: create another sweep"
+
 
 class HasLoss(Protocol):
     """Result with a loss."""
@@ -180,8 +182,7 @@ class Sweep(Generic[RunT]):
 
     async def _best(self) -> Trial[RunT]:
         """Return the live trial with the lowest score, once all results have arrived."""
-        await self._wait_for_results()
-        return min(self.live, key=lambda trial: (trial.score, trial.number))
+        return (await self._ranked())[0]
 
     best, best_async = both_ways(_best)
 
@@ -191,10 +192,9 @@ class Sweep(Generic[RunT]):
         `keep` is the number of trials to keep, or below 1 their share, rounded up. The best trial is always
         kept. An ended run cannot be continued: save it before if you need it.
         """
-        if keep <= 0:
-            raise UnsupportedInput(f"keep must be a number of trials, or a share above 0 and below 1, not {keep:g}")
-        await self._wait_for_results()
-        ranked = sorted(self.live, key=lambda trial: (trial.score, trial.number))
+        if not keep > 0 or (keep >= 1 and not isinstance(keep, int)):
+            raise UnsupportedInput(f"keep must be a number of trials, or a share above 0 and below 1, not {keep}")
+        ranked = await self._ranked()
         most = math.ceil(len(ranked) * keep) if keep < 1 else int(keep)
         return await self._end(ranked[max(1, most) :])
 
@@ -266,7 +266,7 @@ class Sweep(Generic[RunT]):
         """
         trials = self.live
         if not trials:
-            raise UnsupportedInput("all trials of this sweep are ended: create another sweep")
+            raise UnsupportedInput(_ALL_ENDED)
         runs = [trial.run.requests for trial in trials]
         adams = None if lr_factor is None else [_scaled(trial.adam, lr_factor) for trial in trials]
         steps = pass_over_all(
@@ -302,6 +302,16 @@ class Sweep(Generic[RunT]):
         """Wait for all results; each failure is in its trial."""
         waiting = (each.result_async() for each in self._pending)
         await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _ranked(self) -> list[Trial[RunT]]:
+        """Return the live trials, the lowest score first. Raises UnsupportedInput if none has a score."""
+        await self._wait_for_results()
+        ranked = sorted(self.live, key=lambda trial: (trial.score, trial.number))
+        if not ranked:
+            raise UnsupportedInput(_ALL_ENDED)
+        if math.isinf(ranked[0].score):
+            raise UnsupportedInput("no trial has a finite loss to compare: train or evaluate the sweep first")
+        return ranked
 
     async def _end(self, trials: Sequence[Trial[RunT]]) -> list[Trial[RunT]]:
         for trial in trials:

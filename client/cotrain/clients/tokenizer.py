@@ -38,13 +38,21 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
     unreachable = None if Path(name).is_dir() else _hub_error()
     try:
         # The server chose this name, so code in that repository must neither run nor prompt the user.
-        return auto_tokenizer.from_pretrained(name, local_files_only=unreachable is not None, trust_remote_code=False)
+        found = auto_tokenizer.from_pretrained(name, local_files_only=unreachable is not None, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        hub = "on the hub" if unreachable is None else f"in the hub's cache (the hub cannot be reached: {unreachable})"
-        raise TokenizerMissing(
-            f"no tokenizer {name!r}, neither at the server, as a folder here nor {hub}; "
-            "load the base model's tokenizer yourself: only token ids travel"
-        ) from error
+        raise _missing(name, unreachable) from error
+    # transformers makes a tokenizer without a vocabulary if there is only a config.json.
+    if not found.encode("a", add_special_tokens=False):
+        raise _missing(name, unreachable)
+    return found
+
+
+def _missing(name: str, unreachable: str | None) -> TokenizerMissing:
+    hub = "on the hub" if unreachable is None else f"in the hub's cache (the hub cannot be reached: {unreachable})"
+    return TokenizerMissing(
+        f"no tokenizer {name!r}, neither at the server, as a folder here nor {hub}; "
+        "load the base model's tokenizer yourself: only token ids travel"
+    )
 
 
 def tokenizer_name(base_model: str) -> str:

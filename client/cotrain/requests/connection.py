@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 import httpx
 from pydantic import BaseModel
@@ -58,6 +58,10 @@ NOT_FOUND = "Checkpoint not found."
 # A poll is a long poll. If one is answered at once, this pause keeps the loop from spinning.
 GAP_S = 0.05
 
+NOT_PICKLED = (
+    "clients and futures belong to their process and cannot be pickled: pass results or checkpoint paths,"
+    " or a SamplingClient, which can be pickled"
+)
 _ENDED = "the client was closed before this ended"
 
 
@@ -188,6 +192,10 @@ class Connection:
         self._config_lock = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
         self._has_warned = False
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
 
     @override
     def __repr__(self) -> str:

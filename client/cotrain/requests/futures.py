@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 from typing_extensions import override
 
 from cotrain.errors import ClientClosed
-from cotrain.requests.connection import BackgroundLoop, check_not_forked
+from cotrain.requests.connection import NOT_PICKLED, BackgroundLoop, check_not_forked
 from cotrain.transport.progress import PROGRESS
 
 T = TypeVar("T")
@@ -135,6 +135,10 @@ class Future(Generic[T]):
             return "given up" if self._given_up else "lost: the client was closed"
         error = self._outcome.exception()
         return "done" if error is None else f"failed: {error}"
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
 
     @override
     def __repr__(self) -> str:

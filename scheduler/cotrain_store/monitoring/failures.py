@@ -45,6 +45,7 @@ class TenantFailures:
     at: float  # Time of the newest one, in s since the epoch
     message: str  # Its error message
     request: str  # Id of a failed request; empty for a refused one
+    status: int = 0  # Status of a refused request
 
     @property
     def count(self) -> int:
@@ -77,6 +78,7 @@ def _of(tenant: TenantId, counts: Mapping[str, int], texts: Mapping[str, Mapping
         at=float(str(newest.get("at", 0.0))),
         message=str(newest.get("message", ""))[:_CHARACTERS],
         request=str(newest.get("request", "")),
+        status=int(str(newest.get("status", 0))),
     )
 
 
@@ -98,7 +100,7 @@ class Refusals:
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._counts: Counter[TenantId] = Counter()
-        self._messages: dict[TenantId, str] = {}
+        self._newest: dict[TenantId, dict[str, object]] = {}
         self._storing: asyncio.Task[None] | None = None
 
     def note(self, tenant: TenantId, refused: Refused) -> None:
@@ -107,7 +109,7 @@ class Refusals:
             return
         metrics.count_refusal(tenant, refused.reason.code)
         self._counts[tenant] += 1
-        self._messages[tenant] = str(refused)[:_CHARACTERS]
+        self._newest[tenant] = {"message": str(refused)[:_CHARACTERS], "status": refused.reason.status}
         if self._storing is None or self._storing.done():
             self._storing = asyncio.create_task(self._store_later())
 
@@ -119,13 +121,11 @@ class Refusals:
 
     async def store(self) -> None:
         """Store the refusals counted so far. Raises the errors of CONNECTION_LOST."""
-        counts, messages, now_s = self._counts.copy(), dict(self._messages), time.time()
+        counts, now_s = self._counts.copy(), time.time()
         if not counts:
             return
         minute = redis_keys.failures(minute_of(now_s))
-        newest = {
-            f"refused|{tenant}": json.dumps({"at": now_s, "message": message}) for tenant, message in messages.items()
-        }
+        newest = {f"refused|{tenant}": json.dumps({"at": now_s, **each}) for tenant, each in self._newest.items()}
         pipeline = self._redis.pipeline(transaction=False)
         for tenant, count in counts.items():
             pipeline.hincrby(minute, f"refused|{tenant}", count)
@@ -134,7 +134,7 @@ class Refusals:
         pipeline.expire(redis_keys.newest_failures(), redis_keys.MINUTE_TTL_S)
         await pipeline.execute()
         self._counts -= counts
-        self._messages = {each: self._messages[each] for each in self._counts}
+        self._newest = {each: self._newest[each] for each in self._counts}
 
 
 @contextmanager

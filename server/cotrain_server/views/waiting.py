@@ -75,7 +75,8 @@ def _idle(state: WaitState) -> Found | None:
     if state.position.accepted > state.position.done:
         return None
     refused = state.refused
-    if refused and refused.message and not refused.request and state.now - refused.at < REFUSED_S:
+    is_repeated = refused is not None and refused.status in (429, 503)  # a client sends these again
+    if refused and is_repeated and state.now - refused.at < REFUSED_S:
         since = _seconds(state.now - refused.at)
         return ("quota", f"The server refused a request of this tenant {since} ago: {refused.message}")
     last = state.run.last_request_at

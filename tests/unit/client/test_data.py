@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,17 @@ def test_tools_and_their_calls_are_rendered_as_objects(tokenizer: Any) -> None:
     assert "<|im_start|>tool\n2<|im_end|>" in text
 
 
+def test_tools_that_the_template_leaves_out_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [*MESSAGES[:2], {"role": "assistant", "tool_calls": [call]}]
+    monkeypatch.setattr(tokenizer, "chat_template", re.sub(r"{% for [tc] .*?endfor %}", "", PLAIN, flags=re.DOTALL))
+    with pytest.raises(UnsupportedInput, match=r"rows\[0\]: the chat template leaves out `tool_calls`"):
+        one(tokenizer, {"messages": called})
+    with pytest.raises(UnsupportedInput, match="leaves out `tools`"):
+        one(tokenizer, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]})
+    assert one(tokenizer, {"messages": MESSAGES, "tools": []}).endswith("⟦No.<|im_end|>⟧\n")
+
+
 def test_a_cut_is_counted_and_logged(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     whole = data.render([ROW], tokenizer, train_on="all_answers").report
     limit = whole.tokens - 8  # in the middle of the second question
@@ -145,13 +157,22 @@ def test_a_cut_is_counted_and_logged(tokenizer: Any, caplog: pytest.LogCaptureFi
         ('{"messages": [{"content": "a"}]}', r"messages\[0\] must be an object with a `role`"),
         ('{"messages": [{"role": "assistant"}]}', r"messages\[0\].content is missing"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content must be text, not image_url"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', r"\].weight must be 0 or 1, not 0.5"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": NaN}]}', "weight must be 0 or 1, not nan"),
+        ('{"messages": ["\xff"]}', r"chat.jsonl:2 is not JSON: 'utf-8' codec"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, reason: str) -> None:
     file = tmp_path / "chat.jsonl"
-    file.write_text(f"{json.dumps(ROW)}\n{line}\n")
+    file.write_bytes(f"{json.dumps(ROW)}\n{line}\n".encode("latin-1"))
     with pytest.raises(UnsupportedInput, match=reason):
         data.read_chat(file)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_bytes(f"{json.dumps(ROW)}\r\n\r\n".encode("utf-8-sig"))
+    [conversation] = data.read_chat(tmp_path / "chat.jsonl")
+    assert list(conversation.messages) == MESSAGES
 
 
 def test_refused_conversations_are_counted_or_raise(tokenizer: Any) -> None:

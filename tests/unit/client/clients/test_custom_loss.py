@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 import pytest
 import torch
 
-from cotrain import BadRequestError, Datum, ModelInput, TorchMissing, TrainingClient, UnsupportedInput
+from cotrain import BadRequestError, Datum, ModelInput, RequestFailed, TorchMissing, TrainingClient, UnsupportedInput
 from cotrain.clients import custom_loss
 from cotrain.losses import orpo
 from cotrain.wire.proto import wire_pb2 as wire
@@ -101,9 +101,17 @@ def test_a_loss_that_raises_fails_its_future_and_the_run_continues(api: FakeApi,
         (lambda _, rows: rows[0].sum(), TypeError, r"return \(loss, metrics\)"),
         (lambda _, rows: (rows[0].detach().sum(), {}), ValueError, "depends on the log-probs"),
         (lambda *_: (1.0, {}), ValueError, "depends on the log-probs"),
+        (lambda _, rows: (torch.cat(rows), {}), ValueError, r"one number, not a tensor of shape \[2\]"),
+        (lambda _, rows: (rows[0].sum() + math.inf, {}), RequestFailed, "the custom loss is inf"),
+        (lambda _, rows: (rows[0].sum() * math.nan, {}), RequestFailed, "the custom loss is nan"),
+        (
+            lambda _, rows: ((rows[1] - rows[1]).sum().sqrt(), {}),
+            RequestFailed,
+            r"not finite at the log-probs of data\[1\]",
+        ),
     ],
 )
-def test_a_loss_of_the_wrong_type_raises_an_error_with_the_right_type(
+def test_an_unusable_loss_raises_an_error_with_the_remedy(
     run: TrainingClient, loss: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):

@@ -72,8 +72,11 @@ def test_without_one_on_the_server_it_is_loaded_by_its_name(api: FakeApi, tmp_pa
         assert client.create_lora_training_client(str(folder)).get_tokenizer().encode("def")
 
 
-def test_a_tokenizer_that_is_not_found_is_named(api: FakeApi, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["", '{"model_type": "qwen3"}', '{"model_type": "llama"}'])
+def test_a_tokenizer_that_is_not_found_is_named(api: FakeApi, tmp_path: Path, config: str) -> None:
     api.answers["tokenizers"] = [refusal(404)]
+    if config:  # transformers makes a tokenizer without a vocabulary of it
+        (tmp_path / "config.json").write_text(config)
     with ServiceClient("http://server", "tml-key", network=api.network) as client:
         run = client.create_lora_training_client(str(tmp_path))
         with pytest.raises(TokenizerMissing, match=f"no tokenizer '{tmp_path}'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import pickle
 import threading
 
 import pytest
@@ -155,6 +156,12 @@ def test_a_submitted_request_gives_its_result_to_threads_and_loops(run: Training
     assert order_of(submitted.result(timeout=60)) == 1
     assert order_of(asyncio.run(submitted.result_async(timeout=60))) == 1
     assert submitted.done()
+
+
+def test_pickling_raises_with_the_remedy(run: TrainingClient) -> None:
+    for each in (run, send(run)):
+        with pytest.raises(TypeError, match="clients and futures belong to their process"):
+            pickle.dumps(each)
 
 
 def test_requests_are_sent_in_the_order_of_the_calls(run: TrainingClient) -> None:

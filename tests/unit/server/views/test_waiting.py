@@ -48,13 +48,15 @@ def step(*ops: tuple[RunId, TenantId, int], allowances: dict[RequestId, int] | N
 SAVE = QueuedOp(RUN, 8, OpKind.SAVE, 0, "inline", 0, 0.0)
 CRASHED = WorkerExit(NOW - 5, 3, "exit status 1 at /srv/models")
 PAUSED = Pauses(tenants={ME: Pause(0.0, "invoice")})
-REFUSED = TenantFailures(0, 4, NOW - 10, "The queue of this tenant is full: 256 of 256 ops.", "")
+REFUSED = TenantFailures(0, 4, NOW - 10, "The queue of this tenant is full: 256 of 256 ops.", "", status=429)
+WRONG = TenantFailures(0, 1, NOW - 10, "The training run was unloaded.", "", status=400)
 PROGRESS = {"runs_done": 1, "runs": 3, "ops_done": 4, "ops": 9}
 CAUSES = [
     ("ended", {"run": run(RunState.CLOSED), "position": WAITS}, "The run has ended"),
     ("failed", {"run": run(RunState.FAILED), "position": WAITS}, "a replay after a crash"),
     ("idle", {"position": IDLE}, "the next one of its client. The last one came 30 s ago."),
     ("quota", {"position": IDLE, "refused": REFUSED}, "10 s ago: The queue of this tenant is full: 256"),
+    ("idle", {"position": IDLE, "refused": WRONG}, "the next one of its client. The last one came 30 s ago."),
     ("paused", {"position": WAITS, "pauses": PAUSED}, "The operator has paused this tenant: invoice."),
     ("no_scheduler", {"position": WAITS, "has_scheduler": False}, "No scheduler is running"),
     ("no_worker", {"position": WAITS, "pool": None}, "No worker serves its base model base."),
@@ -94,7 +96,7 @@ def test_a_pause_comes_before_a_gap_and_a_crash_before_a_cycle() -> None:
     crashed = pool(alive=False, last_exit=CRASHED)
     found = WaitState(**state, position=RUNS, pool=crashed, shows_exits=True)
     assert why(found).reason.endswith("The last reason: exit status 1 at /srv/models.")
-    old = TenantFailures(0, 1, NOW - 90, "full", "")
+    old = TenantFailures(0, 1, NOW - 90, "full", "", status=429)
     assert why(WaitState(**state, position=IDLE, refused=old)).cause == "idle"
 
 
