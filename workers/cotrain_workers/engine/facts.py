@@ -92,7 +92,8 @@ class Numerics:
     padding: str
     micro_batch_tokens: int
     head_chunk_rows: int
-    lora: BackendName = "seg"  # the backend; old recordings lack it
+    # Old recordings lack the fields from here on.
+    lora: BackendName = "seg"
     adapter_bytes: int = 0  # of a GPU, where the grouping of adapters moves bits; 0 on a CPU
     fused: str = ""  # layers of the base model with kernels: "norms heads mlp"
     # Processes that hold the base model: "fsdp2/4" for four. It is reported but not compared:
@@ -110,23 +111,12 @@ class Numerics:
     def differences(self, other: Numerics) -> list[str]:
         """Return the differences to `other`, one phrase each."""
         ours, theirs = _compared(self), _compared(other)
-        return [
-            f"{name} {ours.get(name, 'none')}, now {theirs.get(name, 'none')}"
-            for name in {**ours, **theirs}
-            if ours.get(name) != theirs.get(name)
-        ]
+        changed = (name for name in ours if ours[name] != theirs[name])
+        return [f"{name} {ours[name] or 'none'}, now {theirs[name] or 'none'}" for name in changed]
 
 
 def _compared(numerics: Numerics) -> dict[str, object]:
-    named = asdict(numerics)
-    del named["sharding"]
-    if numerics.quantization == "none":  # as in older records
-        del named["quantization"]
-    if not numerics.images:
-        del named["images"]
-    if not numerics.save_tokens:
-        del named["save_tokens"]
-    return named
+    return {name: value for name, value in asdict(numerics).items() if name != "sharding"}
 
 
 def numerics_of(

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from cotrain_workers.engine.lora.fused.operators import (
-    BAND,
     copies_by_tma,
+    narrow_constants,
     no_result,
+    product_constants,
     programs_module,
     programs_of,
     register,
 )
 from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
-    RANK,
     ROWS,
     SHRINK_ROWS,
     SUM_COLUMNS,
@@ -74,8 +74,7 @@ def shrink(
     grid = ((len(bounds) - 1) * segments, EXPERT_PARTS, blocks * modules)
     _programs().expert_shrink[grid](
         xs[0], xs[-1], low, bounds, entries, entries.stride(0), segments, width, columns,
-        MODULES=modules, SIDE=side, WIDE=programs_module().INTERPRETED,
-        PARTS=EXPERT_PARTS, BM=SHRINK_ROWS, BC=size.columns, BK=size.depth, num_warps=size.warps, num_stages=size.stages,
+        MODULES=modules, SIDE=side, PARTS=EXPERT_PARTS, BM=SHRINK_ROWS, **narrow_constants(size),
     )  # fmt: skip
 
 
@@ -104,8 +103,7 @@ def expand(
         x, weights[0], weights[-1], low, ys[0], *(ys[1:] or [ys[0], ys[0]]), shares, tiles, bounds, entries,
         entries.stride(0), scales, len(x), inputs, width, pitch(weights[0]), low.shape[1], experts,
         segments_of(bounds), count, blocks,
-        GATE=gate, TMA=tma, WIDE=programs_module().INTERPRETED, BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK,
-        BAND=BAND, num_warps=size.warps, num_stages=size.stages,
+        GATE=gate, TMA=tma, **product_constants(size),
     )  # fmt: skip
     return ys
 
@@ -140,8 +138,7 @@ def expand_back(
         gys[0], gys[-1], weights[0], weights[-1], low, *gate_and_up, gx, gx1, slopes, shares, tiles, bounds, entries,
         entries.stride(0), scales, len(low), inputs, width, pitch(weights[0]), low.shape[1], experts,
         segments_of(bounds), count, blocks,
-        MODULES=len(weights), GATE=gate, TMA=tma, WIDE=programs_module().INTERPRETED, BM=ROWS, BN=size.columns,
-        BK=size.depth, BR=RANK, BAND=BAND, num_warps=size.warps, num_stages=size.stages,
+        MODULES=len(weights), GATE=gate, TMA=tma, **product_constants(size),
     )  # fmt: skip
     return outs
 
@@ -166,8 +163,7 @@ def add_gradient(
     _programs().expert_gradient[grid](
         low, xs[0], xs[-1], scales if shares is None else shares, owners, members, bounds, entries,
         entries.stride(0), segments_of(bounds), scales, width, columns,
-        MODULES=modules, SIDE=side, SHARED=shares is not None, WIDE=programs_module().INTERPRETED,
-        BC=size.columns, BK=size.depth, BT=TOKENS, num_warps=size.warps, num_stages=size.stages,
+        MODULES=modules, SIDE=side, SHARED=shares is not None, BT=TOKENS, **narrow_constants(size),
     )  # fmt: skip
 
 

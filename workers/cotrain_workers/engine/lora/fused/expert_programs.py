@@ -24,12 +24,15 @@ import triton.language as tl
 from cotrain_workers.engine.lora.fused.programs import (
     HEAD,
     activated,
+    add_segments,
     described,
     matrix_of,
     pick,
+    plus_inputs,
     plus_low_rank,
-    plus_product,
+    plus_outputs,
     tile_of,
+    write_low,
 )
 
 FIELDS = tl.constexpr(5)  # of a tile
@@ -128,19 +131,8 @@ def expert_shrink(
         starts += number * width
         for first in range(tl.load(span) + tl.program_id(1) * BM, stop, PARTS * BM):
             rows = (first + tl.arange(0, BM)).to(tl.int64)
-            live = rows < stop
-            total = tl.zeros((BM, BC), tl.float32)
-            for at in range(0, width, BK):
-                depth = at + tl.arange(0, BK)
-                inside = depth < width
-                left = tl.load(
-                    x + rows[:, None] * width + depth[None, :],
-                    mask=live[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
-                right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-                total = plus_product(total, left, right, WIDE)
-            out = low + rows[:, None] * columns + (module * rank + number)[None, :]
-            tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
+            cells = module * rank + number
+            write_low(low, x, starts, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -181,26 +173,10 @@ def expert_expand(
                 rows, outs, width, columns, 1, 1, WIDE, BR,
             )  # fmt: skip
         top = expert * pitch
-        for at in range(0, inputs, BK):
-            depth = at + tl.arange(0, BK)
-            known = depth < inputs
-            cells = (top + outs[None, :]) * inputs + depth[:, None]
-            if TMA:
-                left = source.load([first, at])
-                right = wide.load([top + start, at]).T
-            else:
-                left = tl.load(
-                    x + rows[:, None] * inputs + depth[None, :],
-                    mask=live[:, None] & known[None, :], other=0.0,
-                )  # fmt: skip
-                right = tl.load(w0 + cells, mask=inside[None, :] & known[:, None], other=0.0)
-            total = plus_product(total, left, right, WIDE)
-            if GATE:
-                if TMA:
-                    right = wide1.load([top + start, at]).T
-                else:
-                    right = tl.load(w1 + cells, mask=inside[None, :] & known[:, None], other=0.0)
-                other = plus_product(other, left, right, WIDE)
+        total, other = plus_outputs(
+            total, other, x, w0, w1, source, wide, wide1, rows, live, first, top, outs, start, inside, inputs,
+            GATE, TMA, WIDE, BK,
+        )  # fmt: skip
         out = rows[:, None] * width + outs[None, :]
         mask = live[:, None] & inside[None, :]
         if GATE:
@@ -211,31 +187,6 @@ def expert_expand(
         else:
             total = total * tl.load(shares + rows, mask=live, other=0.0)[:, None]
         tl.store(y0 + out, total.to(kind), mask=mask)
-
-
-@triton.jit
-def plus_grads(
-    total, grad, weight, grads, wide, rows, live, first, top, outs, start, inside, width, inputs,
-    TMA: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Return `total + gy W_e` of one module."""
-    for at in range(0, width, BK):
-        depth = (at + tl.arange(0, BK)).to(tl.int64)
-        known = depth < width
-        if TMA:
-            left = grads.load([first, at])
-            right = wide.load([top + at, start])
-        else:
-            left = tl.load(
-                grad + rows[:, None] * width + depth[None, :],
-                mask=live[:, None] & known[None, :], other=0.0,
-            )  # fmt: skip
-            right = tl.load(
-                weight + (top + depth[:, None]) * inputs + outs[None, :],
-                mask=known[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-        total = plus_product(total, left, right, WIDE)
-    return total
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -274,12 +225,12 @@ def expert_expand_back(
                 rows, outs, inputs, columns, module, 0, WIDE, BR,
             )  # fmt: skip
         top = expert * pitch
-        total = plus_grads(
+        total = plus_inputs(
             total, g0, w0, grads0, wide0, rows, live, first, top, outs, start, inside, width, inputs,
             TMA, WIDE, BK,
         )  # fmt: skip
         if MODULES > 1:
-            total = plus_grads(
+            total = plus_inputs(
                 total, g1, w1, grads1, wide1, rows, live, first, top, outs, start, inside, width, inputs,
                 TMA, WIDE, BK,
             )  # fmt: skip
@@ -330,29 +281,10 @@ def expert_gradient(
         offset = tl.load(entry + HEAD + 2 * module + SIDE) + expert.to(tl.int64) * rank * width
         gradient = tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + offset
         out = gradient + number[:, None] * width + depth[None, :]
-        mask = known[:, None] & inside[None, :]
-        total = tl.load(out, mask=mask, other=0.0)
-        for at in range(begin, end):
-            segment = tl.load(members + at)
-            stop = tl.load(spans + 2 * segment + 1)
-            found = tl.zeros((BC, BK), tl.float32)
-            for start in range(tl.load(spans + 2 * segment), stop, BT):
-                rows = (start + tl.arange(0, BT)).to(tl.int64)
-                live = rows < stop
-                left = tl.load(
-                    low + rows[None, :] * columns + (module * rank + number)[:, None],
-                    mask=known[:, None] & live[None, :], other=0.0,
-                )  # fmt: skip
-                if SHARED:
-                    share = tl.load(shares + rows, mask=live, other=0.0)
-                    left = (left.to(tl.float32) * share[None, :]).to(low.dtype.element_ty)
-                right = tl.load(
-                    x + rows[:, None] * width + depth[None, :],
-                    mask=live[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
-                found = plus_product(found, left, right, WIDE)
-            total += tl.load(scales + segment) * found
-        tl.store(out, total, mask=mask)
+        add_segments(
+            out, low, module * rank + number, known, x, depth, inside, shares, members, begin, end, spans, scales,
+            columns, width, SHARED, WIDE, BC, BK, BT,
+        )  # fmt: skip
 
 
 @triton.jit

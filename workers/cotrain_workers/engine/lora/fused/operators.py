@@ -19,6 +19,7 @@ from cotrain_workers.engine.lora.fused.tables import (
     ROWS,
     SHRINK_ROWS,
     TOKENS,
+    Tiles,
     expand_tiles,
     gradient_tiles,
     shrink_tiles,
@@ -64,8 +65,7 @@ def shrink(
     grid = (len(tiles) * ROWS // SHRINK_ROWS, -(-each // size.columns), 1 if joint else modules)
     programs_module().shrink[grid](
         *_three(xs), low, tiles, entries, entries.stride(0), *_three(widths), columns,
-        MODULES=modules, JOINT=joint, SIDE=side, WIDE=programs_module().INTERPRETED,
-        PARTS=ROWS // SHRINK_ROWS, BM=SHRINK_ROWS, BC=size.columns, BK=size.depth, num_warps=size.warps, num_stages=size.stages,
+        MODULES=modules, JOINT=joint, SIDE=side, PARTS=ROWS // SHRINK_ROWS, BM=SHRINK_ROWS, **narrow_constants(size),
     )  # fmt: skip
     return low
 
@@ -96,8 +96,7 @@ def expand(
         *_three(ys), tiles, entries, entries.stride(0), scales, *x.shape, *_three(widths), low.shape[1],
         len(tiles), count,
         MODULES=len(weights), BIASED=bool(biases), PLUS=residual is not None, GATE=gate, TMA=tma,
-        WIDE=programs_module().INTERPRETED, BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
-        num_warps=size.warps, num_stages=size.stages,
+        **product_constants(size),
     )  # fmt: skip
     return ys
 
@@ -123,9 +122,7 @@ def expand_back(
     programs_module().expand_back[(programs_of(len(tiles) * count, low.device),)](
         *_three(gys), *_three(weights), low, *gate_and_up, gxs[0], gxs[-1], tiles, entries, entries.stride(0),
         scales, len(low), inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
-        MODULES=len(weights), GATE=gate, TMA=tma, WIDE=programs_module().INTERPRETED,
-        BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
-        num_warps=size.warps, num_stages=size.stages,
+        MODULES=len(weights), GATE=gate, TMA=tma, **product_constants(size),
     )  # fmt: skip
     return gxs
 
@@ -151,9 +148,20 @@ def add_gradient(
     programs_module().add_gradient[grid](
         low, *_three(xs), owners, members, spans, entries, entries.stride(0), scales,
         *_three(widths), low.shape[1],
-        MODULES=modules, JOINT=joint, SIDE=side, WIDE=programs_module().INTERPRETED,
-        BC=size.columns, BK=size.depth, BT=TOKENS, num_warps=size.warps, num_stages=size.stages,
+        MODULES=modules, JOINT=joint, SIDE=side, BT=TOKENS, **narrow_constants(size),
     )  # fmt: skip
+
+
+def product_constants(size: Tiles) -> dict[str, Any]:
+    """Return the constants of a kernel for products with the base model's weights."""
+    tile = {"BM": ROWS, "BN": size.columns, "BK": size.depth, "BR": RANK, "BAND": BAND}
+    return {"WIDE": programs_module().INTERPRETED, **tile, "num_warps": size.warps, "num_stages": size.stages}
+
+
+def narrow_constants(size: Tiles) -> dict[str, Any]:
+    """Return the constants of a kernel for products with LoRA matrices, or for their gradients."""
+    tile = {"BC": size.columns, "BK": size.depth}
+    return {"WIDE": programs_module().INTERPRETED, **tile, "num_warps": size.warps, "num_stages": size.stages}
 
 
 def copies_by_tma(operands: Sequence[torch.Tensor]) -> bool:

@@ -99,6 +99,13 @@ def matrix_of(entry, module, SIDE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def load_block(matrix, rows, columns, width, live, inside):
+    """Return a block of a matrix with rows of `width` values; 0 where rows are not live or columns not inside."""
+    cells = matrix + rows[:, None] * width + columns[None, :]
+    return tl.load(cells, mask=live[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
 def plus_low_rank(
     total, low, matrix, rank, rows, live, outs, width, columns, module,
     WIDE: tl.constexpr, BR: tl.constexpr,
@@ -110,16 +117,108 @@ def plus_low_rank(
     for begin in range(0, rank, BR):
         ranks = begin + tl.arange(0, BR)
         known = ranks < rank
-        left = tl.load(
-            low + rows[:, None] * columns + (module * rank + ranks)[None, :],
-            mask=live[:, None] & known[None, :], other=0.0,
-        )  # fmt: skip
-        right = tl.load(
-            matrix + ranks[:, None] * width + outs[None, :],
-            mask=known[:, None] & (outs < width)[None, :], other=0.0,
-        )  # fmt: skip
+        left = load_block(low, rows, module * rank + ranks, columns, live, known)
+        right = load_block(matrix, ranks, outs, width, known, outs < width)
         total = plus_product(total, left, right, WIDE)
     return total
+
+
+@triton.jit
+def plus_outputs(
+    total, other, x, weight, weight1, source, wide, wide1, rows, live, first, top, outs, start, inside, inputs,
+    GATE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return `total + x W^T` and, with `GATE`, `other + x W1^T`. The weights begin `top` rows below their addresses.
+
+    With `TMA`, `source`, `wide` and `wide1` are the descriptors of `x` and the weights.
+    """
+    for at in range(0, inputs, BK):
+        depth = at + tl.arange(0, BK)
+        known = depth < inputs
+        cells = (top + outs[None, :]) * inputs + depth[:, None]
+        mask = inside[None, :] & known[:, None]
+        if TMA:
+            left = source.load([first, at])
+            right = wide.load([top + start, at]).T
+        else:
+            left = load_block(x, rows, depth, inputs, live, known)
+            right = tl.load(weight + cells, mask=mask, other=0.0)
+        total = plus_product(total, left, right, WIDE)
+        if GATE:
+            right = wide1.load([top + start, at]).T if TMA else tl.load(weight1 + cells, mask=mask, other=0.0)
+            other = plus_product(other, left, right, WIDE)
+    return total, other
+
+
+@triton.jit
+def plus_inputs(
+    total, grad, weight, source, wide, rows, live, first, top, outs, start, inside, width, inputs,
+    TMA: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return `total + gy W` of one module, whose weight begins `top` rows below its address.
+
+    With `TMA`, `source` and `wide` are the descriptors of `grad` and the weight.
+    """
+    for at in range(0, width, BK):
+        depth = (at + tl.arange(0, BK)).to(tl.int64)
+        known = depth < width
+        if TMA:
+            left = source.load([first, at])
+            right = wide.load([top + at, start])
+        else:
+            left = load_block(grad, rows, depth, width, live, known)
+            right = load_block(weight, top + depth, outs, inputs, known, inside)
+        total = plus_product(total, left, right, WIDE)
+    return total
+
+
+@triton.jit
+def write_low(
+    low, x, starts, rows, live, cells, known, width, columns,
+    WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write `x M^T` of some rows to `cells`, columns of `low`; `starts` are the addresses of the rows of M."""
+    total = tl.zeros((BM, BC), tl.float32)
+    for at in range(0, width, BK):
+        depth = at + tl.arange(0, BK)
+        inside = depth < width
+        left = load_block(x, rows, depth, width, live, inside)
+        right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
+        total = plus_product(total, left, right, WIDE)
+    out = low + rows[:, None] * columns + cells[None, :]
+    tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
+
+
+@triton.jit
+def add_segments(
+    out, low, cells, known, x, depth, inside, shares, members, begin, end, spans, scales, columns, width,
+    SHARED: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Add `scale * low^T x` of the segments of one gradient to a tile of it, one by one, in their order.
+
+    `cells` are columns of `low`, and `depth` are columns of `x`. With `SHARED`, rows of `low` are multiplied with
+    their shares of the tokens.
+    """
+    mask = known[:, None] & inside[None, :]
+    total = tl.load(out, mask=mask, other=0.0)
+    for at in range(begin, end):
+        segment = tl.load(members + at)
+        stop = tl.load(spans + 2 * segment + 1)
+        found = tl.zeros((BC, BK), tl.float32)
+        for start in range(tl.load(spans + 2 * segment), stop, BT):
+            rows = (start + tl.arange(0, BT)).to(tl.int64)
+            live = rows < stop
+            left = tl.load(
+                low + rows[None, :] * columns + cells[:, None],
+                mask=known[:, None] & live[None, :], other=0.0,
+            )  # fmt: skip
+            if SHARED:
+                share = tl.load(shares + rows, mask=live, other=0.0)
+                left = (left.to(tl.float32) * share[None, :]).to(low.dtype.element_ty)
+            right = load_block(x, rows, depth, width, live, inside)
+            found = plus_product(found, left, right, WIDE)
+        total += tl.load(scales + segment) * found
+    tl.store(out, total, mask=mask)
 
 
 @triton.jit
@@ -167,19 +266,8 @@ def shrink(
         matrix = aligned_weights(entry, low.dtype.element_ty)
         starts = matrix + offset + row.to(tl.int64) * width
         rows = (first + tl.arange(0, BM)).to(tl.int64)
-        live = rows < stop
-        total = tl.zeros((BM, BC), tl.float32)
-        for at in range(0, width, BK):
-            depth = at + tl.arange(0, BK)
-            inside = depth < width
-            left = tl.load(
-                x + rows[:, None] * width + depth[None, :],
-                mask=live[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-            right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-            total = plus_product(total, left, right, WIDE)
-        out = low + rows[:, None] * columns + (module * rank + row)[None, :]
-        tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
+        cells = module * rank + row
+        write_low(low, x, starts, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -227,26 +315,10 @@ def expand(
             other = scale * plus_low_rank(other, low, matrix, rank, rows, live, outs, width, columns, 1, WIDE, BR)
         wide = described(weight, width, inputs, BN, BK) if TMA else weight
         wide1 = described(w1, width, inputs, BN, BK) if TMA and GATE else w1
-        for at in range(0, inputs, BK):
-            depth = at + tl.arange(0, BK)
-            known = depth < inputs
-            cells = outs[None, :] * inputs + depth[:, None]
-            if TMA:
-                left = source.load([first, at])
-                right = wide.load([start * BN, at]).T
-            else:
-                left = tl.load(
-                    x + rows[:, None] * inputs + depth[None, :],
-                    mask=live[:, None] & known[None, :], other=0.0,
-                )  # fmt: skip
-                right = tl.load(weight + cells, mask=inside[None, :] & known[:, None], other=0.0)
-            total = plus_product(total, left, right, WIDE)
-            if GATE:
-                if TMA:
-                    right = wide1.load([start * BN, at]).T
-                else:
-                    right = tl.load(w1 + cells, mask=inside[None, :] & known[:, None], other=0.0)
-                other = plus_product(other, left, right, WIDE)
+        total, other = plus_outputs(
+            total, other, x, weight, w1, source, wide, wide1, rows, live, first, 0, outs, start * BN, inside, inputs,
+            GATE, TMA, WIDE, BK,
+        )  # fmt: skip
         if BIASED:
             bias = tl.load(pick(module, bias0, bias1, bias2) + outs, mask=inside, other=0.0)
             total += bias.to(tl.float32)[None, :]
@@ -263,14 +335,6 @@ def expand(
             value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
             value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
             tl.store(y2 + out, value.to(kind), mask=mask)
-
-
-@triton.jit
-def plus_copied(total, grads, wide, first, start, width, WIDE: tl.constexpr, BK: tl.constexpr):
-    """Return `total + gy W` of one module, whose tiles are copied by descriptors."""
-    for at in range(0, width, BK):
-        total = plus_product(total, grads.load([first, at]), wide.load([at, start]), WIDE)
-    return total
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -306,28 +370,18 @@ def expand_back(
             matrix = matrix_of(entry, module, 0, low.dtype.element_ty)
             total = plus_low_rank(total, low, matrix, rank, rows, live, outs, inputs, columns, module, WIDE, BR)
         total = scale * total
-        if TMA:  # a descriptor cannot be picked by number
-            total = plus_copied(total, grads0, wide0, first, start, width0, WIDE, BK)
-            if MODULES > 1:
-                total = plus_copied(total, grads1, wide1, first, start, width1, WIDE, BK)
-            if MODULES > 2:
-                total = plus_copied(total, grads2, wide2, first, start, width2, WIDE, BK)
-        else:
-            for module in range(MODULES):
-                grad, weight = pick(module, g0, g1, g2), pick(module, w0, w1, w2)
-                width = pick(module, width0, width1, width2)
-                for at in range(0, width, BK):
-                    depth = (at + tl.arange(0, BK)).to(tl.int64)
-                    known = depth < width
-                    left = tl.load(
-                        grad + rows[:, None] * width + depth[None, :],
-                        mask=live[:, None] & known[None, :], other=0.0,
-                    )  # fmt: skip
-                    right = tl.load(
-                        weight + depth[:, None] * inputs + outs[None, :],
-                        mask=known[:, None] & inside[None, :], other=0.0,
-                    )  # fmt: skip
-                    total = plus_product(total, left, right, WIDE)
+        # A descriptor cannot be picked by number, so modules are not a loop.
+        total = plus_inputs(
+            total, g0, w0, grads0, wide0, rows, live, first, 0, outs, start, inside, width0, inputs, TMA, WIDE, BK
+        )  # fmt: skip
+        if MODULES > 1:
+            total = plus_inputs(
+                total, g1, w1, grads1, wide1, rows, live, first, 0, outs, start, inside, width1, inputs, TMA, WIDE, BK
+            )  # fmt: skip
+        if MODULES > 2:
+            total = plus_inputs(
+                total, g2, w2, grads2, wide2, rows, live, first, 0, outs, start, inside, width2, inputs, TMA, WIDE, BK
+            )  # fmt: skip
         kind: tl.constexpr = gx.dtype.element_ty
         cells = rows[:, None] * inputs + outs[None, :]
         mask = live[:, None] & inside[None, :]
@@ -377,23 +431,7 @@ def add_gradient(
         offset = tl.load(entry + HEAD + 2 * module + SIDE, mask=known, other=0)
         gradient = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
         out = gradient + (offset + row.to(tl.int64) * width)[:, None] + depth[None, :]
-        mask = known[:, None] & inside[None, :]
-        total = tl.load(out, mask=mask, other=0.0)
-        for at in range(begin, end):
-            segment = tl.load(members + at)
-            stop = tl.load(spans + 2 * segment + 1)
-            found = tl.zeros((BC, BK), tl.float32)
-            for start in range(tl.load(spans + 2 * segment), stop, BT):
-                rows = (start + tl.arange(0, BT)).to(tl.int64)
-                live = rows < stop
-                left = tl.load(
-                    low + rows[None, :] * columns + (module * rank + row)[:, None],
-                    mask=known[:, None] & live[None, :], other=0.0,
-                )  # fmt: skip
-                right = tl.load(
-                    x + rows[:, None] * width + depth[None, :],
-                    mask=live[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
-                found = plus_product(found, left, right, WIDE)
-            total += tl.load(scales + segment) * found
-        tl.store(out, total, mask=mask)
+        add_segments(
+            out, low, module * rank + row, known, x, depth, inside, scales, members, begin, end, spans, scales,
+            columns, width, False, WIDE, BC, BK, BT,
+        )  # fmt: skip
