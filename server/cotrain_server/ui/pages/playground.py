@@ -139,7 +139,7 @@ async def _reply(services: Services, tenant: TenantId, model: str, fields: Mappi
         if system := fields.get("system", "").strip():
             messages.insert(0, {"role": "system", "content": system})
         chat = ChatCompletionRequest.model_validate({**common, "messages": messages})
-        return await chat_reply(services, tenant, chat)
+        return await chat_reply(services, tenant, model, chat.chat(), chat.body, chat.stop_strings)
     except ValidationError as wrong:
         raise Invalid(first_error(wrong)) from None
 
