@@ -14,7 +14,17 @@ from cotrain.clients.checkpoints import rules_of, superfluous
 from cotrain.clients.export import Dtype, Form
 from cotrain.clients.rest import RestClient
 from cotrain.clients.service import ServiceClient
-from cotrain.commands.terminal import AsJson, PathOf, bar, examples, opened, print_json, print_result, stages, table
+from cotrain.commands.terminal import (
+    AsJson,
+    PathOf,
+    examples,
+    opened,
+    print_json,
+    print_result,
+    stages,
+    table,
+    transfer,
+)
 from cotrain.errors import CotrainError
 from cotrain.export.adapter import CONFIG
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
@@ -154,7 +164,7 @@ def download(
 
     An interrupted download resumes where it stopped.
     """
-    with opened() as service, bar(path.rpartition("/")[2], shown=not as_json) as progress:
+    with opened() as service, transfer(path.rpartition("/")[2], shown=not as_json) as progress:
         if archive is None:
             files = service.download_checkpoint(path, output, progress)
         else:
@@ -236,7 +246,7 @@ def upload(
     as_json: AsJson = False,
 ) -> None:
     """Upload a LoRA adapter trained elsewhere: safetensors, in the format of PEFT."""
-    with opened() as service, bar(source.name, shown=not as_json) as progress:
+    with opened() as service, transfer(source.name, shown=not as_json) as progress:
         path = service.upload_checkpoint(source, base_model, name, ttl_seconds=ttl_seconds, progress=progress)
     print_result({"tinker_path": path}, path, as_json=as_json)
 

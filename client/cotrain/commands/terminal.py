@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
@@ -138,19 +139,12 @@ def _cell(value: object) -> Text | str:
 
 
 @contextmanager
-def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of a transfer on stderr, if that is a terminal."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with PROGRESS.hidden(), _bars(*columns, shown=shown) as progress:
-        task = progress.add_task(name, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total or None)
-
-
-@contextmanager
-def stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """Show the progress of the stages of an export on stderr, one bar each, if that is a terminal."""
+def stages(*columns: ProgressColumn, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of stages on stderr, one bar each, if that is a terminal."""
+    console = Console(stderr=True, markup=False, emoji=False)
     tasks: dict[str, TaskID] = {}
-    with PROGRESS.hidden(), _bars(shown=shown) as progress:
+    bars = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
+    with PROGRESS.hidden(), bars as progress:
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -160,9 +154,12 @@ def stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-def _bars(*columns: ProgressColumn, shown: bool) -> Progress:
-    console = Console(stderr=True, markup=False, emoji=False)
-    return Progress(*columns, console=console, disable=not (shown and console.is_terminal))
+@contextmanager
+def transfer(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a transfer as one stage."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with stages(*columns, shown=shown) as report:
+        yield partial(report, name)
 
 
 def minute(time: datetime | float) -> str:

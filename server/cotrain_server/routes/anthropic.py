@@ -67,6 +67,6 @@ async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDe
 async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, or the rest of the last message if it is the model's own."""
     wanted = await read_request(request, services, tenant.id, MessageRequest)
-    reply = await chat_reply(services, tenant.id, wanted)
+    reply = await chat_reply(services, tenant.id, wanted.model, wanted.chat(), wanted.body, wanted.stop_strings)
     answer = MessageAnswer(reply, request.state.request_id)
     return await generate(request, services, reply, answer, wanted.stream)

@@ -68,7 +68,7 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
 async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat."""
     wanted = await read_request(request, services, tenant.id, ChatCompletionRequest)
-    reply = await chat_reply(services, tenant.id, wanted)
+    reply = await chat_reply(services, tenant.id, wanted.model, wanted.chat(), wanted.body, wanted.stop_strings)
     answer = CompletionAnswer(wanted, reply, ChatShape(), wants_logprobs=bool(wanted.logprobs))
     return await generate(request, services, reply, answer, wanted.stream)
 
@@ -77,7 +77,7 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
 async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""
     wanted = await read_request(request, services, tenant.id, ResponseRequest)
-    reply = await chat_reply(services, tenant.id, wanted)
+    reply = await chat_reply(services, tenant.id, wanted.model, wanted.chat(), wanted.body, wanted.stop_strings)
     return await generate(request, services, reply, ResponseAnswer(wanted, reply), wanted.stream)
 
 

@@ -31,17 +31,6 @@ from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.ids import TenantId
 
 
-class ChatRequest(Protocol):
-    """Request for the next message of a chat."""
-
-    @property
-    def model(self) -> str: ...  # noqa: D102
-    @property
-    def stop_strings(self) -> tuple[str, ...]: ...  # noqa: D102
-    def chat(self) -> Chat: ...  # noqa: D102
-    def body(self, prompt: list[int]) -> SampleBody: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class Reply:
     """Data of all answers to one request."""
@@ -62,11 +51,18 @@ class Reply:
         return self.target.language.tokenizer
 
 
-async def chat_reply(services: Services, tenant: TenantId, wanted: ChatRequest) -> Reply:
+async def chat_reply(
+    services: Services,
+    tenant: TenantId,
+    model: str,
+    chat: Chat,
+    body_of: Callable[[list[int]], SampleBody],
+    stop: tuple[str, ...],
+) -> Reply:
     """Return the reply to a chat. Raises the errors of `find_target` and `chat_body`."""
-    target, chat = await find_target(services, tenant, wanted.model), wanted.chat()
-    body, format = await accepted_chat(services, target, chat, wanted.body)
-    return Reply(wanted.model, target, [body], wanted.stop_strings, continues=chat.continues, format=format)
+    target = await find_target(services, tenant, model)
+    body, format = await accepted_chat(services, target, chat, body_of)
+    return Reply(model, target, [body], stop, continues=chat.continues, format=format)
 
 
 class SequenceText:

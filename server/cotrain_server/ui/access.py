@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import BodyTooLarge, NotLoggedIn, TooManyFailures, status_of
@@ -19,7 +19,7 @@ from cotrain_server.http.auth import authenticate, check_role, is_operator, note
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UiSession
-from cotrain_server.ui.rendering import guarded, html
+from cotrain_server.ui.rendering import html, page_router
 from cotrain_store.errors import AuthenticationFailed, ExpiredKey, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 
@@ -100,11 +100,10 @@ def check_operator(visitor: Visitor) -> None:
         raise Refused(Reason.OPERATORS_ONLY)
 
 
-router = APIRouter(include_in_schema=False)
+router = page_router()
 
 
 @router.get(LOGIN)
-@guarded
 async def login_page(request: Request, services: ServicesDep, next: str = HOME) -> Response:
     """Show the form."""
     if await _visitor_of_cookie(request, services):
@@ -113,7 +112,6 @@ async def login_page(request: Request, services: ServicesDep, next: str = HOME) 
 
 
 @router.post(LOGIN)
-@guarded
 async def login(request: Request, services: ServicesDep) -> Response:
     """Check a key, and set a session cookie for it."""
     check_origin(request, services)
@@ -137,7 +135,6 @@ async def login(request: Request, services: ServicesDep) -> Response:
 
 
 @router.post("/ui/logout")
-@guarded
 async def logout(request: Request, services: ServicesDep) -> Response:
     """End the browser's session in all API processes. Copies of its cookie become invalid, too."""
     check_origin(request, services)

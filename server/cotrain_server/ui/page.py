@@ -17,7 +17,7 @@ from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import server_url
 from cotrain_server.services import Services
 from cotrain_server.ui.access import LOGIN, Visitor, check_operator, visitor_of
-from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_server.ui.rendering import HEADERS, PageRoute, html
 from cotrain_server.views.server_status import FLEET_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.messages.ids import TenantId
@@ -76,7 +76,7 @@ def router_of(pages: Sequence[Page]) -> APIRouter:
     for page in pages:
         router.add_api_route(page.twin, _twin_route(page), response_model=None)
     for page in pages:
-        router.add_api_route(page.path, _html_route(page, pages), response_model=None)
+        router.add_api_route(page.path, _html_route(page, pages), response_model=None, route_class_override=PageRoute)
     return router
 
 
@@ -103,7 +103,6 @@ def _twin_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _html_route(page: Page, pages: Sequence[Page]) -> Callable[[Request], Awaitable[Response]]:
-    @guarded
     async def shown(request: Request) -> Response:
         is_part = request.headers.get("hx-request") == "true"
         try:

@@ -3,19 +3,21 @@
 Static files are read once, and served under a name that contains a hash of their content.
 """
 
-import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
-from fastapi import APIRouter, HTTPException, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typing_extensions import override
 
 from cotrain.version import __version__
 from cotrain_server.errors import status_of
 from cotrain_server.http.responses import finite_json
+from cotrain_server.http.tenant_routes import Handler
 from cotrain_server.ui import number_format
 from cotrain_store.errors import Refused, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -50,8 +52,6 @@ async def static_file(name: str, v: str = "") -> Response:
     return Response(content, media_type=_TYPES[Path(name).suffix], headers=headers)
 
 
-Given = ParamSpec("Given")
-
 #: Only our own scripts and styles, no other host, no frames.
 HEADERS = {
     "Content-Security-Policy": (
@@ -80,19 +80,28 @@ def html(template: str, context: Mapping[str, Any], status: int = 200) -> HTMLRe
     return HTMLResponse(text, status, HEADERS)
 
 
-def guarded(route: Callable[Given, Awaitable[Response]]) -> Callable[Given, Awaitable[Response]]:
-    """Return a route that answers refusals with an error page instead of JSON."""
+class PageRoute(APIRoute):
+    """A route of browsers, which answers refusals with an error page instead of JSON."""
 
-    @functools.wraps(route)
-    async def answered(*args: Given.args, **given: Given.kwargs) -> Response:
-        try:
-            return await route(*args, **given)
-        except CONNECTION_LOST:
-            return _error_page(StoreUnavailable())
-        except Refused as error:
-            return _error_page(error)
+    @override
+    def get_route_handler(self) -> Handler:
+        """Return a handler that runs the route."""
+        handle = super().get_route_handler()
 
-    return answered
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except CONNECTION_LOST:
+                return _error_page(StoreUnavailable())
+            except Refused as error:
+                return _error_page(error)
+
+        return answer
+
+
+def page_router() -> APIRouter:
+    """Return a router of pages and forms, which are not part of the API."""
+    return APIRouter(include_in_schema=False, route_class=PageRoute)
 
 
 def _error_page(error: Exception) -> HTMLResponse:

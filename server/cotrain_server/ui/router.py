@@ -22,7 +22,7 @@ from cotrain_server.ui import access, rendering
 from cotrain_server.ui.access import Visitor, check_operator, form_of
 from cotrain_server.ui.page import Page, page_context, router_of
 from cotrain_server.ui.pages import administration, checkpoints, cycles, overview, playground, run
-from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_server.ui.rendering import HEADERS, html, page_router
 from cotrain_store.tenants.quotas import Quotas
 
 PAGES: Sequence[Page] = (
@@ -43,7 +43,7 @@ PAGES: Sequence[Page] = (
 )
 
 router = APIRouter(include_in_schema=False)
-forms = APIRouter(prefix="/ui", include_in_schema=False)
+forms = page_router()
 
 
 @router.get("/")
@@ -66,8 +66,7 @@ def _form(
 ) -> None:
     """Serve a form, with the handler that applies it, its body there, and the page to redirect to."""
 
-    @forms.post(path, response_model=None, name=handler.__name__)
-    @guarded
+    @forms.post("/ui" + path, response_model=None, name=handler.__name__)
     async def sent(request: Request) -> Response:
         services: Services = request.app.state.services
         visitor, fields = await form_of(request, services)

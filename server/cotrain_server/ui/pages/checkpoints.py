@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import Invalid
@@ -18,7 +18,7 @@ from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.ui.access import Visitor, form_of
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_server.ui.rendering import guarded
+from cotrain_server.ui.rendering import page_router
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import CheckpointRecord
 from cotrain_store.tenants.audit_log import Act, AuditEvent
@@ -38,7 +38,7 @@ _ACTIONS: Mapping[str, tuple[AuditEvent, str]] = {
     "ttl": (AuditEvent.CHECKPOINT_SET_TTL, "The checkpoint expires when you said."),
 }
 
-router = APIRouter(include_in_schema=False)
+router = page_router()
 
 
 @partial(Page, "/ui/checkpoints", "Checkpoints", "checkpoints.html")
@@ -72,7 +72,6 @@ async def checkpoints(request: PageRequest) -> dict[str, Any]:
 
 
 @router.post("/ui/checkpoints")
-@guarded
 async def change(request: Request, services: ServicesDep) -> Response:
     """Delete, publish, unpublish or expire a checkpoint."""
     visitor, fields = await form_of(request, services)
@@ -95,7 +94,6 @@ async def change(request: Request, services: ServicesDep) -> Response:
 
 
 @router.post("/ui/checkpoints/download")
-@guarded
 async def download(request: Request, services: ServicesDep) -> Response:
     """Redirect to an archive of the checkpoint's files, by a link that is valid for some minutes."""
     visitor, fields = await form_of(request, services)

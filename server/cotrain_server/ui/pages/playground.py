@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.encoders import jsonable_encoder
 from pydantic import ValidationError
 
@@ -21,7 +21,7 @@ from cotrain_server.text_apis.openai_responses import completion_reply
 from cotrain_server.text_apis.prompts import SCHEME
 from cotrain_server.ui.access import form_of
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_server.ui.rendering import HEADERS, html, page_router
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -34,7 +34,7 @@ MAX_TOKENS = 512
 #: Log-prob thresholds of likely, possible and unlikely tokens.
 _LEVELS = (-0.1, -1.0, -3.0)
 
-router = APIRouter(include_in_schema=False)
+router = page_router()
 
 
 @partial(Page, "/ui/playground", "Playground", "playground.html")
@@ -60,7 +60,6 @@ async def playground(request: PageRequest) -> dict[str, Any]:
 
 
 @router.post("/ui/playground", response_model=None)
-@guarded
 async def ask(request: Request, services: ServicesDep) -> Response:
     """Sample from each selected model. Return a page with the answers, or JSON if requested."""
     visitor, fields = await form_of(request, services)
@@ -140,7 +139,7 @@ async def _reply(services: Services, tenant: TenantId, model: str, fields: Mappi
         if system := fields.get("system", "").strip():
             messages.insert(0, {"role": "system", "content": system})
         chat = ChatCompletionRequest.model_validate({**common, "messages": messages})
-        return await chat_reply(services, tenant, chat)
+        return await chat_reply(services, tenant, model, chat.chat(), chat.body, chat.stop_strings)
     except ValidationError as wrong:
         raise Invalid(first_error(wrong)) from None
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep
@@ -23,7 +23,7 @@ from cotrain_server.ui.charts import (
     settings_row,
 )
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_server.ui.rendering import guarded
+from cotrain_server.ui.rendering import page_router
 from cotrain_server.ui.run_tables import STATES, keeps, log_rows, run_row, targets_of
 from cotrain_server.views.records import csv_of, mean_loss
 from cotrain_server.views.server_status import list_workers
@@ -44,7 +44,7 @@ OPS_SHOWN = 50
 RUNS_SHOWN = 50
 _FILTERS = ("state", "base_model", "q", "tenant")
 
-router = APIRouter(include_in_schema=False)
+router = page_router()
 
 
 @partial(Page, "/ui/runs/{run_id}", "Run", "run.html", poll_s=5, in_navigation=False)
@@ -132,7 +132,6 @@ async def _runs_of_sweep(request: PageRequest) -> list[str]:
 
 
 @router.get("/ui/runs/{run_id}/history.csv")
-@guarded
 async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
     """Send a run's history as a table."""
     run = await _run_of(services, await visitor_of(request, services), run_id)
