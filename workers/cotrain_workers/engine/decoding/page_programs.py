@@ -19,7 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cotrain_workers.engine.lora.fused.programs import INTERPRETED, plus_product
+from cotrain_workers.engine.lora.fused.parts import plus_product
+from cotrain_workers.engine.lora.fused.programs import INTERPRETED
 
 __all__ = ["INTERPRETED", "attend", "combine"]
 

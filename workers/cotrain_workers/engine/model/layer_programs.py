@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cotrain_workers.engine.lora.fused.programs import activated
+from cotrain_workers.engine.lora.fused.parts import activated
 
 LOWEST = tl.constexpr(-3.4e38)  # finite, because a row may begin with -inf
 

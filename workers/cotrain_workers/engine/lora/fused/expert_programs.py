@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cotrain_workers.engine.lora.fused.programs import (
+from cotrain_workers.engine.lora.fused.parts import (
     HEAD,
     activated,
     add_segments,
