@@ -251,5 +251,18 @@ def test_the_command_trains_all_combinations_and_saves_the_best(
     assert "The best is run" in shown
     assert shown.count("2/2") == 2
     assert "1/2" in shown
+    monkeypatch.setattr("cotrain.commands.data.LINE_EVERY_S", 0.0)
+    train, trained = Sweep.train, iter(range(9))
+
+    def interrupted(sweep: Sweep[Any], *args: Any, **options: Any) -> Any:
+        if next(trained) == 2:
+            raise KeyboardInterrupt
+        return train(sweep, *args, **options)
+
+    monkeypatch.setattr(Sweep, "train", interrupted)
+    stopped = run("--steps=4")
+    assert re.search(r"^step 1 of 4: the lowest loss is [\d.]+, of run \d$", stopped.stderr, re.MULTILINE)
+    assert stopped.stderr.endswith("interrupted after 2 of 4 steps: the best run so far is saved\n")
+    assert ("The best is run" in stopped.stdout, stopped.exit_code) == (True, 1)
     wrong = run("--lr", "fast")
     assert (wrong.exit_code, "--lr must be numbers" in wrong.stderr) == (1, True)

@@ -6,6 +6,7 @@ settings, and keeps the best run.
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -40,6 +41,8 @@ SWEEP_EXAMPLES = examples(
     "cotrain sweep train.jsonl --lr 1e-5,3e-5,1e-4,3e-4 --halve-after 20 --evaluate test.jsonl",
 )
 SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
+LINE_EVERY_S = 30.0
+"""Interval of the lines of progress where there is no terminal."""
 
 Number = TypeVar("Number", int, float)
 
@@ -120,7 +123,7 @@ def sweep(
 ) -> None:
     """Train every combination of the settings at once, and save the best run.
 
-    A batch is sent once for all of them. The table shows each run while it trains.
+    A batch is sent once for all of them. The table shows each run while it trains. Ctrl-C ends the training early.
     """
     with failing_in_a_sentence():
         settings = [
@@ -136,14 +139,18 @@ def sweep(
     batches = _batches_of(datums, batch_size, steps)
     with opened() as service:
         made = service.create_sweep(_model_of(service, base_model), settings)
+        is_interrupted = False
         with _shown(made, len(batches), shown=not as_json) as progress:
-            best = made.halve(
-                batches,
-                steps=halve_after or len(batches),
-                evaluation=unseen or None,
-                lr_factor=SCHEDULES[schedule],
-                progress=progress,
-            )
+            try:
+                best = made.halve(
+                    batches,
+                    steps=halve_after or len(batches),
+                    evaluation=unseen or None,
+                    lr_factor=SCHEDULES[schedule],
+                    progress=progress,
+                )
+            except KeyboardInterrupt:
+                best, is_interrupted = made.best(), True
         path = best.run.save_state(save, overwrite=True).result().path
         rows = [_row(trial) for trial in made.trials]
         made.close()
@@ -153,6 +160,10 @@ def sweep(
         f"The best is run {best.number} (loss {best.score:.4g}): {path}",
         as_json=as_json,
     )
+    if is_interrupted:
+        done = f"{len(best.losses)} of {len(batches)} steps"
+        typer.echo(f"interrupted after {done}: the best run so far is saved", err=True)
+        raise typer.Exit(1)
 
 
 def _coloured(datum: Datum, tokenizer: Any) -> Text:
@@ -171,7 +182,7 @@ def _batches_of(datums: Sequence[Datum], size: int, steps: int | None) -> list[l
 
 def _view(sweep: Sweep[Any], steps: int) -> Table:
     """Return the table of the runs, the best first."""
-    ranked = sorted(sweep.trials, key=lambda trial: (trial.is_ended, trial.score, trial.number))
+    ranked = sorted(sweep.trials, key=lambda trial: (trial.is_ended, _arrived(trial), trial.number))
     shown = table(
         ("run", "lr", "rank", "seed", "step", "loss", "evaluation", "state"), (_cells(trial, steps) for trial in ranked)
     )
@@ -210,15 +221,37 @@ def _last(losses: Sequence[float]) -> float | None:
     return next((loss for loss in reversed(losses) if math.isfinite(loss)), None)
 
 
+def _arrived(trial: Trial[Any]) -> float:
+    """Return the score without the steps in flight, or infinity."""
+    last = _last(trial.evaluations or trial.losses)
+    return math.inf if last is None else last
+
+
 @contextmanager
 def _shown(sweep: Sweep[Any], steps: int, *, shown: bool) -> Iterator[Callable[[Sweep[Any]], None]]:
-    """Show the table on stderr while the block runs, if that is a terminal."""
+    """Show the table on stderr while the block runs, or a line every LINE_EVERY_S if that is no terminal."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     if not (shown and console.is_terminal):
-        yield lambda _: None
+        yield _lines(steps) if shown else lambda _: None
         return
     with PROGRESS.hidden(), Live(Harmless(_view(sweep, steps)), console=console, transient=True) as live:
         yield lambda each: live.update(Harmless(_view(each, steps)), refresh=True)
+
+
+def _lines(steps: int) -> Callable[[Sweep[Any]], None]:
+    """Return a function that prints the progress of a sweep on stderr, at most every LINE_EVERY_S."""
+    printed_at = time.monotonic()
+
+    def print_line(sweep: Sweep[Any]) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at < LINE_EVERY_S:
+            return
+        printed_at = time.monotonic()
+        best = min(sweep.live, key=_arrived)
+        done = sum(not math.isnan(loss) for loss in best.losses)
+        typer.echo(f"step {done} of {steps}: the lowest loss is {_arrived(best):.4g}, of run {best.number}", err=True)
+
+    return print_line
 
 
 def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
