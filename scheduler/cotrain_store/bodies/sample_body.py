@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # imported by the processes that compile a grammar
 
 #: Bytes of the JSON part, tokens of the prompt, rows and columns of the targets.
 _HEADER = struct.Struct("<4I")
+#: Maximum length of a grammar in characters.
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,7 @@ def encode_sample(body: SampleBody) -> bytes:
 
 
 def decode_sample(body: bytes) -> SampleBody:
-    """Return the body of bytes from `encode_sample` of this version or the next. Raises MalformedBody: the bytes are
-    not such a body.
-    """
+    """Return the body that `encode_sample` of this version, or of the next, has encoded. Raises MalformedBody for other bytes."""
     try:
         length, tokens, rows, columns = _HEADER.unpack_from(body)
         start = _HEADER.size + length
@@ -217,10 +217,6 @@ def _topk(topk: TopK) -> wire_pb2.TopkLogprobs:
         k=k,
         length=length,
     )
-
-
-#: Maximum length of a grammar in characters.
-MAX_GRAMMAR_CHARACTERS = 64 * 1024
 
 
 def grammar_limits() -> LLParserLimits:

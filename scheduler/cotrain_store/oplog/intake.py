@@ -40,7 +40,7 @@ SAMPLER_REST_MS = 30 * 60 * 1000
 class SubmittedOp:
     """One op in the format of the log."""
 
-    digest: str
+    digest: str  # identifies the client's request
     size: int  # bytes of the body
     envelope: str | None = None
     """None if its body is not stored yet. The script then only checks whether it would accept the op."""
@@ -68,7 +68,7 @@ class Submission:
     pool_tag: str
     limits: TenantLimits
     weighs: RunWeight | None = None
-    """Weight of the run, for the op that creates it; None if it is unknown."""
+    """Bytes that the run will hold, for the op that creates it; None if they are unknown."""
     forks: bool = False
     """True for an op that creates a run from weights that may be in the memory of one worker only."""
     max_seq_gap: int = MAX_SEQ_GAP
@@ -223,27 +223,27 @@ class Intake:
         weighs = await self._weigh(run, limits.run_bytes) if record else None
         now = time.time()
         with self._capacity.storing() as store:
-            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
+            second_op = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
             unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
-            asked = Submission(
+            submission = Submission(
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
-                idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
+                idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=second_op,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
                 pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
                 limits=replace(limits, unread_bytes=unread_bytes),
             )  # fmt: skip
-            answer, at = b"ROOM", list[int]()
+            answer, numbers = b"ROOM", list[int]()
             if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
-                answer, *at = await self._run_submit(run, asked, b"", save or b"")
+                answer, *numbers = await self._run_submit(run, submission, b"", save or b"")
             if answer == b"ROOM":
                 op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
                 failpoint("api.before_submit", run.id)
-                answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
+                answer, *numbers = await self._run_submit(run, replace(submission, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
-        refused = refusal(answer.decode(), at, asked)
+        refused = refusal(answer.decode(), numbers, submission)
         if refused:
             raise refused
-        request = request_id(run.id, at[0])
+        request = request_id(run.id, numbers[0])  # the seq in the log
         if answer == b"DUP":
             metrics.REQUESTS_DUPLICATE.inc()
         else:
@@ -259,10 +259,10 @@ class Intake:
         free_bytes = self._capacity.free_disk_bytes
         return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
-    async def _run_submit(self, run: RunRecord, asked: Submission, body: bytes, save: bytes) -> list[Any]:
-        inline = body if asked.op.segment is None else b""
-        inline_save = save if asked.save and asked.save.segment is None else b""
-        answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
+    async def _run_submit(self, run: RunRecord, submission: Submission, body: bytes, save: bytes) -> list[Any]:
+        inline = body if submission.op.segment is None else b""
+        inline_save = save if submission.save and submission.save.segment is None else b""
+        answer: list[Any] = await self._submit(submission_keys(run), submission, inline, inline_save)
         return answer
 
 
@@ -279,7 +279,7 @@ def submitted_op(
     )
 
 
-def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception | None:
+def refusal(answer: str, numbers: Sequence[Any], submission: Submission) -> Exception | None:
     """Return the exception for an answer, or None if the op was or would be accepted.
 
     `numbers` follow the answer. They are for each answer:
@@ -289,13 +289,13 @@ def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception
     * a full queue: its ops, tokens and bytes
     """
     if answer == "RUNS":
-        return _too_many_runs(*numbers, most=asked.limits.runs)
+        return _too_many_runs(*numbers, most=submission.limits.runs)
     if answer == "BUSY":
-        return _full_queue(numbers, asked)
-    if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
-        return _run_too_large(answer, *numbers, weight=asked.weighs.bytes)
+        return _full_queue(numbers, submission)
+    if submission.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
+        return _run_too_large(answer, *numbers, weight=submission.weighs.bytes)
     error = _ERRORS.get(answer)
-    return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
+    return error and error("This request" if submission.seq is None else f"seq_id {submission.seq}")
 
 
 _ERRORS: dict[str, Callable[[str], Exception]] = {
@@ -320,9 +320,13 @@ def _too_many_runs(live: int, some: bytes, *, most: int) -> Exception:
     )
 
 
-def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
-    limits = asked.limits
-    added = (1 + bool(asked.save), asked.tokens, asked.op.size + (asked.save.size if asked.save else 0))
+def _full_queue(queued: Sequence[int], submission: Submission) -> Exception:
+    limits = submission.limits
+    added = (
+        1 + bool(submission.save),
+        submission.tokens,
+        submission.op.size + (submission.save.size if submission.save else 0),
+    )
     most = {"ops": limits.ops, "tokens": limits.tokens, "bytes": limits.bytes}
     rows = zip(most.items(), queued, added, strict=True)
     (name, limit), present, more = next(row for row in rows if row[1] + row[2] > row[0][1])

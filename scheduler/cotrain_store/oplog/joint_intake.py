@@ -63,30 +63,30 @@ class JointIntake(Intake):
         now = time.time()
         copies = Counter(op.body for op in ops)
         weighs = [await self._weigh(op.run, limits.run_bytes) if op.forked else None for op in ops]
-        asked = [_submission(op, limits, now, w) for op, w in zip(ops, weighs, strict=True)]
+        submissions = [_submission(op, limits, now, w) for op, w in zip(ops, weighs, strict=True)]
         if any(len(body) * count > INLINE_LIMIT_BYTES for body, count in copies.items()):
-            await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
+            await self._run(ops, submissions)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
             refs = {body: await store(body, copies=count) for body, count in copies.items()}
             logged = [
                 submitted_op(op.run, op.seq, op.kind, op.body, op.tokens, refs[op.body], now, op.digest) for op in ops
             ]
-            stored = [replace(each, op=op) for each, op in zip(asked, logged, strict=True)]
+            stored = [replace(each, op=op) for each, op in zip(submissions, logged, strict=True)]
             about = [request_id(op.run.id, op.seq) for op in ops]
             failpoint("api.before_submit", about)
             accepted = await self._run(ops, stored)
             failpoint("api.after_submit", about)
         return accepted
 
-    async def _run(self, ops: Sequence[JointOp], asked: Sequence[Submission]) -> Accepted:
+    async def _run(self, ops: Sequence[JointOp], submissions: Sequence[Submission]) -> Accepted:
         keys = [key for op in ops for key in submission_keys(op.run)]
         bodies = [
             op.body if each.op.envelope and each.op.segment is None else b""
-            for op, each in zip(ops, asked, strict=True)
+            for op, each in zip(ops, submissions, strict=True)
         ]
-        answers: list[list[Any]] = await self._submit(keys, {"together": asked}, *bodies)
+        answers: list[list[Any]] = await self._submit(keys, {"together": submissions}, *bodies)
         accepted: Accepted = []
-        for op, each, (answer, *numbers) in zip(ops, asked, answers, strict=True):
+        for op, each, (answer, *numbers) in zip(ops, submissions, answers, strict=True):
             refused = refusal(answer.decode(), numbers, each)
             if isinstance(refused, Refused) and refused.reason.retry_after_s is not None:
                 raise refused

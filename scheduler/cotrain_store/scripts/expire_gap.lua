@@ -23,7 +23,7 @@ for seq = missing + 1, tonumber(row[2]) do
     ops, bytes = ops + 1, bytes + tonumber(size)
   end
 end
-give_up_ops(log, queue, ops, bytes, since)
+set_given_up(log, queue, ops, bytes, since)
 strike_if_idle(args.prefix, args.tenant)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
 return 'OK'
