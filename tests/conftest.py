@@ -34,9 +34,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: Pairs of files that run in one process. The first file uses results of the second that took
-#: minutes, or shares a server with it. Others share a process that forks servers and takes seconds
-#: to start.
+#: Pairs of files that run in one process, because the first file needs something of the second. That
+#: is its results, which took minutes, its server, or its process that forks servers.
 RUNS_WITH = {
     "tests/faults/test_host_clock.py": "tests/faults/test_directed.py",
     "tests/faults/test_objects.py": "tests/faults/test_directed.py",
@@ -60,8 +59,8 @@ BEGINS_FIRST = (
     "tests/unit/workers/engine/test_on_rehearsed_cuda.py",
 )
 
-#: The first kind mostly waits for processes, and the second computes all the time. Run one kind
-#: after the other, they would first leave the cores idle and then share them.
+#: Two kinds of files that run alternately: the first mostly waits for processes, and the second
+#: computes all the time. One kind after the other would first leave the cores idle, then share them.
 MIXED = (("tests/faults/", "tests/integration/"), ("tests/unit/",))
 
 #: In memory, so that syncs of Redis and of the spool wait for no disk. Shims prove that a power cut
@@ -124,8 +123,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def let_loggers_propagate() -> None:
-    """Make the loggers of libraries propagate. To each of the others, of which torch has fifty,
-    pytest attaches its handlers six times per test. That takes as long as a short test.
+    """Make the loggers of libraries propagate, of which torch has fifty.
+
+    Pytest attaches its handlers to every logger that does not, six times per test. That takes as long as a short test.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):

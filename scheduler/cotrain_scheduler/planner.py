@@ -137,7 +137,7 @@ def _passes(waiting: Waiting, tenant: TenantId) -> Iterable[RunQueue]:
 def _update(fair_queue: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]) -> None:
     """Update a fair queue with the pending work, and with the tokens that ran."""
     changed = waiting.changed
-    fair_queue.weigh(weights)
+    fair_queue.set_weights(weights)
     if quantum != fair_queue.quantum:
         fair_queue.quantum, changed = quantum, changed | waiting.passes.keys() | fair_queue.waiting
     for tenant in changed:

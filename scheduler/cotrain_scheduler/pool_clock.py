@@ -76,7 +76,7 @@ class _WorkerClock:
     policy: PlanPolicy = field(default_factory=PlanPolicy)  # policy of the last planned step
     last: planner.LastCycle = field(default_factory=planner.LastCycle)
     missed: planner.LastCycle = field(default_factory=planner.LastCycle)
-    """Previous cycle, with those of its runs that were not back when the last one was planned."""
+    """Cycle before the last, with only the runs that were not back when the last one was planned."""
     return_s: float = 0.0  # `planner.return_time_s`
     last_tokens: int = 0  # tokens of the last planned step
     planned_at: float | None = None
@@ -89,9 +89,10 @@ class _WorkerClock:
             self.planned_at = None
 
     def note_returns(self, back_at: Mapping[RunId, float], limit_s: float) -> None:
-        """Record return times of runs from the last two cycles. `back_at` has the runs that are back.
+        """Record the return times of runs of the last two cycles. `back_at` has the runs that are back.
 
-        A run of the earlier cycle may have come back while the last one ran.
+        A return time is the time from the end of a cycle to the run's next request. A run of the earlier cycle may
+        have returned while the last one ran.
         """
         delays_s = [
             max(0.0, back_at[run] - cycle.ended_at)
@@ -319,7 +320,7 @@ class PoolClock:
         if span:
             _end_plan(span, self.pool, step)
         clock.note_returns(back_at, self._limit_s)
-        self._queue.taken(chosen.ops, worker.id, now)
+        self._queue.remove_planned(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = planner.LastCycle(frozenset(chosen.queues)), chosen.tokens
         log_requests(

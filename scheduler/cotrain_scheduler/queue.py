@@ -125,8 +125,8 @@ class PoolQueue:
         """Return the runs among these that wait for this worker, each with the time when its next op was accepted."""
         return {run: self._runs[run].ops[0].accepted_at for run in runs if self._at.get(run) == worker}
 
-    def taken(self, ops: Iterable[QueuedOp], worker: WorkerId, now: float) -> None:
-        """Remove the ops of a worker's planned step. Its runs go to the end of their tenants' turns."""
+    def remove_planned(self, ops: Iterable[QueuedOp], worker: WorkerId, now: float) -> None:
+        """Remove the ops of a worker's planned step. Its runs become the last to be served of their tenants."""
         self._waiting[worker].changed.clear()
         last: dict[RunId, int] = {}
         tokens: Counter[RunId] = Counter()
@@ -229,7 +229,7 @@ class Waiting:
 
 
 def exclude_paused(waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()) -> Waiting:
-    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
+    """Return the queue without paused tenants, paused runs and moving runs. If there are none, nothing is copied."""
     if not pauses.tenants and not pauses.runs and not moving:
         return waiting
     left = Waiting()
@@ -299,42 +299,43 @@ class FairQueue:
         """Return the waiting tenants."""
         return self._parts.keys()
 
-    def weigh(self, weights: Mapping[TenantId, float]) -> None:
+    def set_weights(self, weights: Mapping[TenantId, float]) -> None:
         """Set the weights: each token counts as 1 / weight. The default weight is WEIGHT."""
         if weights != self._weights:
             self._weights = weights
-            self._ends = sorted((self._end(name), name) for name in self._parts)
+            self._ends = sorted((self._end(tenant), tenant) for tenant in self._parts)
 
-    def wait(self, name: TenantId, part: int) -> None:
+    def wait(self, tenant: TenantId, part: int) -> None:
         """Set the next part of a tenant, in tokens; with 0 it no longer waits."""
-        if name not in self._parts:
+        if tenant not in self._parts:
             if not part:
                 return
-            self._served[name] = max(self._served.get(name, 0), self._floor)
-        elif self._parts[name] == part:
+            self._served[tenant] = max(self._served.get(tenant, 0), self._floor)
+        elif self._parts[tenant] == part:
             return
         else:
-            self._leave(name)
+            self._leave(tenant)
         if part:
-            self._enter(name, part)
+            self._enter(tenant, part)
 
-    def serve(self, name: TenantId, tokens: int, then_waits_for: int) -> None:
+    def serve(self, tenant: TenantId, tokens: int, then_waits_for: int) -> None:
         """Count tokens as served, and set the next part. With 0 the tenant no longer waits."""
-        if name in self._parts:
-            self._leave(name)
-        weight = self._weights.get(name, WEIGHT)
-        self._served[name] = self._served.get(name, self._floor) + tokens / weight
+        if tenant in self._parts:
+            self._leave(tenant)
+        weight = self._weights.get(tenant, WEIGHT)
+        self._served[tenant] = self._served.get(tenant, self._floor) + tokens / weight
         if then_waits_for:
-            self._enter(name, then_waits_for)
+            self._enter(tenant, then_waits_for)
 
-    def correct(self, begun: Mapping[tuple[RunId, int], int]) -> None:
-        """Count the tokens that actually ran of split passes: a worker runs whole slices, and stops in time.
+    def correct(self, open_passes: Mapping[tuple[RunId, int], int]) -> None:
+        """Correct the planned tokens of split passes to those that ran.
 
-        `begun` contains the tokens done of the passes that are still open; all others have ended.
+        They differ because a worker runs whole slices, and stops at the end of its time. `open_passes` contains the
+        tokens that ran of each pass that is still open. All other passes have ended, so all of their tokens ran.
         """
         for part in self.planned:
-            ran = begun.get((part.run, part.seq), part.tokens)
-            self.serve(part.tenant, ran - part.tokens_before, self._parts.get(part.tenant, 0))
+            ran = open_passes.get((part.run, part.seq), part.pass_tokens)
+            self.serve(part.tenant, ran - part.counted_tokens, self._parts.get(part.tenant, 0))
         self.planned = ()
 
     def end_cycle(self, planned: Iterable[PlannedPart]) -> None:
@@ -346,29 +347,31 @@ class FairQueue:
         self._floor = max(self._floor, self._waits[0][0])
         if len(self._served) > 2 * len(self._parts):
             self._served = {
-                name: served for name, served in self._served.items() if served > self._floor or name in self._parts
+                tenant: served
+                for tenant, served in self._served.items()
+                if served > self._floor or tenant in self._parts
             }
 
-    def _enter(self, name: TenantId, part: int) -> None:
-        self._parts[name] = part
-        insort(self._ends, (self._end(name), name))
-        insort(self._waits, (self._served[name], name))
+    def _enter(self, tenant: TenantId, part: int) -> None:
+        self._parts[tenant] = part
+        insort(self._ends, (self._end(tenant), tenant))
+        insort(self._waits, (self._served[tenant], tenant))
 
-    def _leave(self, name: TenantId) -> None:
-        del self._ends[bisect_left(self._ends, (self._end(name), name))]
-        del self._waits[bisect_left(self._waits, (self._served[name], name))]
-        del self._parts[name]
+    def _leave(self, tenant: TenantId) -> None:
+        del self._ends[bisect_left(self._ends, (self._end(tenant), tenant))]
+        del self._waits[bisect_left(self._waits, (self._served[tenant], tenant))]
+        del self._parts[tenant]
 
-    def _end(self, name: TenantId) -> float:
-        return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)
+    def _end(self, tenant: TenantId) -> float:
+        return self._served[tenant] + self._parts[tenant] / self._weights.get(tenant, WEIGHT)
 
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """Split pass, with the number of its tokens planned so far."""
+    """Split pass of which a cycle contains a part."""
 
     tenant: TenantId
     run: RunId
     seq: int
-    tokens: int
-    tokens_before: int
+    pass_tokens: int  # all tokens of the pass
+    counted_tokens: int  # those counted as served, in this cycle and in earlier ones

@@ -67,8 +67,8 @@ worker_exits: Callable[[str], str] = "cotrain:exits:{}".format
 open_steps: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:open:{}".format
 #: Set of runs that a worker must drop from memory; emptied by the worker.
 drops: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:drops:{}".format
-#: Hash cycle → how many processes crashed during it after the first; a field goes with its step.
-#: -1: the first one did not crash.
+#: Hash cycle → number of processes that crashed during it, less one: the first crash is assumed.
+#: -1: that process did not crash. A field is deleted with its step.
 starts: Callable[[PoolId], str] = "cotrain:{{{}}}:starts".format
 #: Hash step part → number of processes that crashed during it.
 #: A field is deleted with its step. Its name begins with the first request of the part.
@@ -217,8 +217,8 @@ bodies: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:bodies:{}".format
 #: Hash seq → digest of the accepted request; the last 1,024 outlive their ops.
 #: Unnumbered ops also have `key:<idempotency key>` → seq, and `rider:<seq>` → idempotency key.
 digests: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:digests:{}".format
-#: Sorted set of a run's unnumbered ops (score: the client's first seq after it).
-#: A client seq follows, in the log, all unnumbered ops with a score up to it. Deleted with the log.
+#: Sorted set of the log seqs of a run's unnumbered ops (score: the first seq_id of the client after it). So the log seq
+#: of a request is its seq_id plus the number of unnumbered ops with a score up to it. Deleted with the log.
 unnumbered_ops: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:riders:{}".format
 #: Sorted set of runs whose next op has arrived (score: time of arrival or of the last turn).
 ready: Callable[[PoolId], str] = "cotrain:{{{}}}:ready".format

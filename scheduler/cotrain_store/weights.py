@@ -144,12 +144,12 @@ class SweepLease:
         self._key = key
         self._holder = holder
         self._is_mine = False
-        self._ask_at = -math.inf
+        self._renew_at = -math.inf
 
     def is_mine(self, now: float) -> bool:
         """Acquire or renew the lease. Return False if another worker holds it. `now` is monotonic time in s."""
-        if now >= self._ask_at:
-            self._ask_at = now + _RENEW_S
+        if now >= self._renew_at:
+            self._renew_at = now + _RENEW_S
             taken = self._redis.set(self._key, self._holder, nx=True, px=LEASE_MS)
             self._is_mine = bool(taken) or self._redis.get(self._key) == self._holder.encode()
             if self._is_mine and not taken:
@@ -203,7 +203,7 @@ class SavedWeights:
         was in use. The first digest is kept.
         """
         now = time.time()
-        checkpoint, result = self._kept_back(ref, size)
+        checkpoint, result = self._unpublished(ref, size)
         tenant = checkpoint.tenant if checkpoint else TenantId("")
         args = {
             **self._own, "ref": ref, "digest": digest, "size": size, "optimizer": optimizer_digest,
@@ -215,7 +215,7 @@ class SavedWeights:
         }  # fmt: skip
         return bool(self._stored(args, result) == b"OK")
 
-    def _kept_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
+    def _unpublished(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
         """Return the unpublished checkpoint and result of a named save, with its size filled in.
 
         Only this worker changes them. A script that finds the weights deleted uses neither.

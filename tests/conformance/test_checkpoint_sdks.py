@@ -17,7 +17,11 @@ from transformers import AutoModelForCausalLM
 from tests.conformance.running import CheckpointReport, Facts, Server
 from tests.support.lossy_proxy import LossyProxy
 
-TTL_S = 7200
+# Constants of the scenarios, which run under another SDK and are not imported here.
+TTL_S, LENGTHS, VOCAB = 7200, (5, 9, 13, 8), 512
+PEFT_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+EXACT = 1e-5
+"""Tolerance of an export's log-probs in plain PEFT against the server's own, in fp32."""
 
 # ---- Restoring -----------------------------------------------------------------------------------
 
@@ -201,10 +205,7 @@ def test_a_dropped_answer_changes_no_bit(
     assert facts["undisturbed"]["new"] == facts["undisturbed"]["paths"]
 
 
-LENGTHS, VOCAB = (5, 9, 13, 8), 512
-PEFT_FILES = {"adapter_config.json", "adapter_model.safetensors"}
-EXACT = 1e-5
-"""Tolerance of an export's log-probs in plain PEFT against the server's own, in fp32."""
+# ---- Exports -------------------------------------------------------------------------------------
 
 
 def test_an_export_is_the_same_model_in_plain_peft(checkpointed: CheckpointReport, server: Server) -> None:

@@ -175,7 +175,7 @@ MUTANTS = {
         [
             Edit(
                 f"{SCHEDULER}/queue.py",
-                "return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)",
+                "return self._served[tenant] + self._parts[tenant] / self._weights.get(tenant, WEIGHT)",
                 "return 0",
             )
         ],

@@ -83,7 +83,10 @@ def joined(
 
 
 def weights_of(data: Sequence[Datum]) -> tuple[float, int]:
-    """Return the sum of the weights of datums, and the number of targets that count."""
+    """Return the sum of the weights of datums, and the number of targets with a non-zero weight or advantage.
+
+    Without weights, each of these targets counts as 1. Without advantages too, all targets count.
+    """
     total, count = 0.0, 0
     for datum in data:
         inputs = datum.loss_fn_inputs
@@ -92,10 +95,12 @@ def weights_of(data: Sequence[Datum]) -> tuple[float, int]:
             total += math.fsum(weights.data)
             count += sum(weight != 0 for weight in weights.data)
             continue
-        rewards = inputs.get("advantages")
-        values = inputs["target_tokens"].data if rewards is None else rewards.data
-        counted = len(values) if rewards is None else sum(value != 0 for value in values)
-        total, count = total + counted, count + counted
+        advantages = inputs.get("advantages")
+        if advantages is None:
+            targets = len(inputs["target_tokens"].data)
+        else:
+            targets = sum(value != 0 for value in advantages.data)
+        total, count = total + targets, count + targets
     return total, count
 
 

@@ -76,7 +76,7 @@ class RunRequests:
     def post(
         self, path: str, request: type[SequencedRequest], answer: type[Result], /, **fields: Any
     ) -> Future[Result]:
-        """POST the run's next request with these fields; its result is JSON.
+        """POST the run's next request, of type `request` with these fields; its result is the JSON of `answer`.
 
         Raises ValidationError for invalid fields.
         """
@@ -134,9 +134,8 @@ class RunRequests:
         Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
         """
         chunks = self._cut(data)
-        accepted, seq_ids = self._start(
-            "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
-        )
+        forwards = [self._cross_entropy(1, chunk, forward_only=True) for chunk in chunks]
+        accepted, seq_ids = self._start("forward_backward", forwards, seq_ids_each=2)
         work = self._loop.start(self._second_pass(accepted, custom, seq_ids[len(chunks) :], [len(c) for c in chunks]))
         what = f"custom pass {seq_ids.start} of run {self.model_id}"
         return Future(accepted, self._loop.start(_shielded(work)), what=what)
@@ -203,6 +202,7 @@ class RunRequests:
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
         method: str | None = None,
     ) -> Future[T]:
+        """Start to send requests, and return the future of `wait`, which receives their request ids."""
         accepted, seq_ids = self._start(path, requests)
         what = f"{method or path} {seq_ids.start} of run {self.model_id}"
         return Future(accepted, self._outcome(accepted, wait), what=what)
@@ -242,6 +242,7 @@ class RunRequests:
         return [answer for answer in answers if isinstance(answer, str)]
 
     async def _post(self, path: str, request: Any) -> str:
+        """POST one request; returns its request id. On an error other than RateLimitError, fill its `seq_id`."""
         try:
             await self.fill_lost()
             return await self._accepted(path, request, raises_busy=True)

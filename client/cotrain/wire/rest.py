@@ -170,7 +170,7 @@ class HistoryPoint(WireModel):
     """Tokens of all passes with a gradient since the run was created."""
     passes: int
     rollout_gap: float | None = None
-    """Mean distance of log-probs from those at sampling, in nats; None without a policy loss, as the next ones."""
+    """Mean distance of log-probs from those at sampling, in nats. Without a policy loss, this and the next two are None."""
     rollout_gap_max: float | None = None
     effective_sample_size: float | None = None
     """Share of the sampled tokens: 1 without drift. Of several passes, their mean by tokens."""
@@ -224,14 +224,14 @@ MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./@ -]{0,127
 
 
 class LogMetricsRequest(SequencedRequest):
-    """POST log_metrics: add metrics to the run's history, or begin or end an evaluation."""
+    """POST log_metrics: add metrics to the run's history, or start or end an evaluation."""
 
     metrics: dict[MetricName, float] = Field(default={}, max_length=MAX_METRICS)
     """Finite numbers by name."""
     evaluation: MetricName | None = None
-    """Metric of an evaluation: the loss per weight of the forwards since its begin."""
+    """Metric of an evaluation: the loss per weight of the forwards since its start."""
     passes: int = Field(default=0, ge=0, lt=2**31)
-    """Number of these forwards; 0 begins the evaluation."""
+    """Number of these forwards; 0 starts the evaluation."""
 
 
 class LogMetricsResponse(WireModel):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # imported by the processes that compile a grammar
 
 #: Bytes of the JSON part, tokens of the prompt, rows and columns of the targets.
 _HEADER = struct.Struct("<4I")
+#: Maximum length of a grammar in characters.
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,7 @@ def encode_sample(body: SampleBody) -> bytes:
 
 
 def decode_sample(body: bytes) -> SampleBody:
-    """Return the body of bytes from `encode_sample` of this version or the next. Raises MalformedBody: the bytes are
-    not such a body.
-    """
+    """Return the body that `encode_sample` of this version, or of the next, has encoded. Raises MalformedBody for other bytes."""
     try:
         length, tokens, rows, columns = _HEADER.unpack_from(body)
         start = _HEADER.size + length

@@ -236,7 +236,7 @@ class Execution:
 
         def commit(encoded: Sequence[tuple[bytes, int]]) -> bytes:
             values, ttls_ms = [value for value, _ in encoded], [ttl_ms for _, ttl_ms in encoded]
-            asked = Commit(
+            written = Commit(
                 **self._own, cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
                 ops=op_rows(step, results, crashed, ttls_ms, found or {}),
@@ -245,7 +245,7 @@ class Execution:
                 minute=redis_keys.minute(self.pool, minute_of(now_s)),
                 minute_counts=cycle_counts(record, usage or {}, step.tenant_by_run),
             )  # fmt: skip
-            answer: bytes = self._commit(asked, json.dumps(record), *values)
+            answer: bytes = self._commit(written, json.dumps(record), *values)
             return answer
 
         answer = stored_results(in_order, self._results, commit)

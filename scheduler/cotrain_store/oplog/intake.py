@@ -41,7 +41,7 @@ SAMPLER_REST_MS = 30 * 60 * 1000
 class SubmittedOp:
     """One op in the format of the log."""
 
-    digest: str
+    digest: str  # identifies the client's request
     size: int  # bytes of the body
     envelope: str | None = None
     """None if its body is not stored yet. The script then only checks whether it would accept the op."""
@@ -163,19 +163,19 @@ class Intake:
         now = time.time()
         with self._capacity.storing() as store:
             along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
-            asked = self._submission(
+            submission = self._submission(
                 run, seq, SubmittedOp(digest, len(body)), tokens, now, quotas, record=record, weighs=weighs,
                 idempotency_key=idempotency_key or None, save=along, uses=tuple(uses), sampler=sampler,
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
             if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
-                answer, *at = await self._run_submit(asked, b"", save or b"")
+                answer, *at = await self._run_submit(submission, b"", save or b"")
             if answer == b"ROOM":
                 op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
                 failpoint("api.before_submit", run.id)
-                answer, *at = await self._run_submit(replace(asked, op=op), body, save or b"")
+                answer, *at = await self._run_submit(replace(submission, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
-        refused = refusal(answer.decode(), at, asked)
+        refused = refusal(answer.decode(), at, submission)
         if refused:
             raise refused
         request = request_id(run.id, at[0])
@@ -233,10 +233,10 @@ class Intake:
         free_bytes = self._capacity.free_disk_bytes
         return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
-    async def _run_submit(self, asked: Submission, body: bytes, save: bytes) -> list[Any]:
-        inline = body if asked.op.segment is None else b""
-        inline_save = save if asked.save and asked.save.segment is None else b""
-        answer: list[Any] = await self._submit(asked, inline, inline_save)
+    async def _run_submit(self, submission: Submission, body: bytes, save: bytes) -> list[Any]:
+        inline = body if submission.op.segment is None else b""
+        inline_save = save if submission.save and submission.save.segment is None else b""
+        answer: list[Any] = await self._submit(submission, inline, inline_save)
         return answer
 
 
@@ -253,7 +253,7 @@ def submitted_op(
     )
 
 
-def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception | None:
+def refusal(answer: str, numbers: Sequence[Any], submission: Submission) -> Exception | None:
     """Return the exception for an answer, or None if the op was or would be accepted.
 
     `numbers` follow the answer. They are for each answer:
@@ -263,13 +263,13 @@ def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception
     * a full queue: its ops, tokens and bytes
     """
     if answer == "RUNS":
-        return _too_many_runs(*numbers, most=asked.limits.runs)
+        return _too_many_runs(*numbers, most=submission.limits.runs)
     if answer == "BUSY":
-        return _full_queue(numbers, asked)
-    if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
-        return _run_too_large(answer, *numbers, weight=asked.weighs.bytes)
+        return _full_queue(numbers, submission)
+    if submission.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
+        return _run_too_large(answer, *numbers, weight=submission.weighs.bytes)
     error = _ERRORS.get(answer)
-    return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
+    return error and error("This request" if submission.seq is None else f"seq_id {submission.seq}")
 
 
 _ERRORS: dict[str, Callable[[str], Exception]] = {
@@ -294,9 +294,13 @@ def _too_many_runs(live: int, some: bytes, *, most: int) -> Exception:
     )
 
 
-def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
-    limits = asked.limits
-    added = (1 + bool(asked.save), asked.tokens, asked.op.size + (asked.save.size if asked.save else 0))
+def _full_queue(queued: Sequence[int], submission: Submission) -> Exception:
+    limits = submission.limits
+    added = (
+        1 + bool(submission.save),
+        submission.tokens,
+        submission.op.size + (submission.save.size if submission.save else 0),
+    )
     most = {"ops": limits.ops, "tokens": limits.tokens, "bytes": limits.bytes}
     rows = zip(most.items(), queued, added, strict=True)
     (name, limit), present, more = next(row for row in rows if row[1] + row[2] > row[0][1])

@@ -60,7 +60,7 @@ class JointIntake(Intake):
         now = time.time()
         copies = Counter(op.body for op in ops)
         weighs = [await self._weigh(op.run, quotas.run_bytes) if op.forked else None for op in ops]
-        asked = [
+        submissions = [
             self._submission(
                 op.run, op.seq, SubmittedOp(op.digest, len(op.body)), op.tokens, now, quotas,
                 record=encode(op.run) if op.forked else None, uses=(op.forked,) if op.forked else (),
@@ -69,27 +69,27 @@ class JointIntake(Intake):
             for op, weight in zip(ops, weighs, strict=True)
         ]  # fmt: skip
         if any(len(body) * count > INLINE_LIMIT_BYTES for body, count in copies.items()):
-            await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
+            await self._run(ops, submissions)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
             refs = {body: await store(body, copies=count) for body, count in copies.items()}
             logged = [
                 submitted_op(op.run, op.seq, op.kind, op.body, op.tokens, refs[op.body], now, op.digest) for op in ops
             ]
-            stored = [replace(each, op=op) for each, op in zip(asked, logged, strict=True)]
+            stored = [replace(each, op=op) for each, op in zip(submissions, logged, strict=True)]
             about = [request_id(op.run.id, op.seq) for op in ops]
             failpoint("api.before_submit", about)
             accepted = await self._run(ops, stored)
             failpoint("api.after_submit", about)
         return accepted
 
-    async def _run(self, ops: Sequence[JointOp], asked: Sequence[Submission]) -> Accepted:
+    async def _run(self, ops: Sequence[JointOp], submissions: Sequence[Submission]) -> Accepted:
         bodies = [
             op.body if each.op.envelope and each.op.segment is None else b""
-            for op, each in zip(ops, asked, strict=True)
+            for op, each in zip(ops, submissions, strict=True)
         ]
-        answers: list[list[Any]] = await self._submit({"together": asked}, *bodies)
+        answers: list[list[Any]] = await self._submit({"together": submissions}, *bodies)
         accepted: Accepted = []
-        for op, each, (answer, *numbers) in zip(ops, asked, answers, strict=True):
+        for op, each, (answer, *numbers) in zip(ops, submissions, answers, strict=True):
             refused = refusal(answer.decode(), numbers, each)
             if isinstance(refused, Refused) and refused.reason.retry_after_s is not None:
                 raise refused

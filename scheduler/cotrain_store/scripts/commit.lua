@@ -181,7 +181,7 @@ for _, part in ipairs(args.back) do
     redis.call('ZADD', prefix .. 'ready', 'NX', part.waits_since_ms, run)
     -- Ops after a gap wait for this op first. They are therefore not part of a gap yet, and count as queued.
     redis.call('ZREM', prefix .. 'gaps', run)
-    give_up_ops(log, prefix .. 'queue:' .. tenant, 0, 0)
+    set_given_up(log, prefix .. 'queue:' .. tenant, 0, 0)
   else -- the run ended during the step
     fail_waiting(prefix, run, tenant, part.seq, tonumber(row[2]) - 1, args.failures[row[1]],
       args.failure_ttl_ms, resolved)

@@ -18,7 +18,7 @@ for seq = missing + 1, tonumber(row[2]) do
     ops, bytes = ops + 1, bytes + tonumber(size)
   end
 end
-give_up_ops(log, prefix .. 'queue:' .. tenant, ops, bytes, since)
+set_given_up(log, prefix .. 'queue:' .. tenant, ops, bytes, since)
 strike_if_idle(prefix, tenant)
 redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 return 'OK'

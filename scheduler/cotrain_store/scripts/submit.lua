@@ -1,9 +1,9 @@
 -- submit: accept one op of a run, or several at once (`together`). Seq 0 with a record also creates the run, and may include its seq 1 (`save`).
 -- An op is accepted when this script's effects are on disk. Idempotent.
 -- needs: unread, samplers, records, given_up, run_bytes, changed, swept
--- Returns the outcome and the op's seq in the log. A client numbers its own ops. An unnumbered op gets the seq after
--- all accepted ops, and later ops of the client are shifted behind it.
--- Without an envelope nothing is accepted, and ROOM is returned if it would be.
+-- Returns the outcome and the op's seq in the log. A client numbers its own ops (`seq`). An unnumbered op gets the seq
+-- after all accepted ops, and the log seqs of the client's later ops are higher by one.
+-- Without an envelope the script only checks the op: it returns ROOM if the op would be accepted, and writes nothing.
 local function submit(args, body, save_body)
   local prefix, run, tenant = 'cotrain:' .. args.pool_tag, args.run, args.tenant
   local log, ops, digests = prefix .. 'log:' .. run, prefix .. 'ops:' .. run, prefix .. 'digests:' .. run
@@ -143,7 +143,7 @@ local function submit(args, body, save_body)
   note_change(prefix, run)
   if log_seq == next_seq then
     redis.call('ZREM', prefix .. 'gaps', run)
-    give_up_ops(log, queue, 0, 0)
+    set_given_up(log, queue, 0, 0)
     redis.call('ZADD', prefix .. 'ready', 'NX', args.now_ms, run)
     local worker = redis.call('HGET', log, 'worker') or ''
     redis.call('PUBLISH', 'cotrain:notify:scheduler', 'ready ' .. args.pool_tag .. worker)

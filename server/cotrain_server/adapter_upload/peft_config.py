@@ -44,7 +44,7 @@ _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "init_lora_weights", "bias", "ensure_weight_tying", "target_parameters",
 }  # fmt: skip
-#: Keys for training, for display by other tools, or for module selection, which the tensor names also give.
+#: Keys without effect here: of training, of other tools' displays, and of a selection that the tensor names repeat.
 _WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "fan_in_fan_out", "exclude_modules", "layers_to_transform",
@@ -72,8 +72,8 @@ def read_config(content: bytes) -> Config:
     if not _is_rank(fields.get("r")):
         raise Invalid(f"{CONFIG}: r must be a whole number of 1 or more.")
     return Config(
-        ranks=_pattern(fields, "rank_pattern", _is_rank, fields["r"]),
-        alphas=_pattern(fields, "alpha_pattern", _is_number, fields["lora_alpha"]),
+        ranks=_module_values(fields, "rank_pattern", _is_rank, fields["r"]),
+        alphas=_module_values(fields, "alpha_pattern", _is_number, fields["lora_alpha"]),
         is_rslora=bool(fields.get("use_rslora")),
         ties_weights=bool(fields.get("ensure_weight_tying")),
         targets=_targets(fields.get("target_modules")),
@@ -85,8 +85,8 @@ def read_config(content: bytes) -> Config:
 class Config:
     """Fields of `adapter_config.json` that determine the function."""
 
-    ranks: Pattern
-    alphas: Pattern
+    ranks: ModuleValues
+    alphas: ModuleValues
     is_rslora: bool
     ties_weights: bool
     targets: frozenset[str] | str | None
@@ -116,12 +116,12 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Values of modules from `rank_pattern` or `alpha_pattern`. The first matching key applies."""
+class ModuleValues:
+    """Ranks or alphas of modules. The first matching pattern applies."""
 
-    key: str
+    key: str  # `rank_pattern` or `alpha_pattern`
     value_by_pattern: Mapping[str, Any]
-    otherwise: Any
+    otherwise: Any  # value of modules without a matching pattern
 
     def values(self, modules: Sequence[str]) -> dict[str, Any]:
         """Return the value of each module, as PEFT does (`peft.utils.other.get_pattern_key`)."""
@@ -178,11 +178,11 @@ def _refuse_other_functions(fields: Mapping[str, Any]) -> None:
             raise Invalid(f"{CONFIG}: {named(key)} is not supported; only plain LoRA is.")
 
 
-def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any, otherwise: Any) -> Pattern:
+def _module_values(fields: Mapping[str, Any], key: str, is_valid: Any, otherwise: Any) -> ModuleValues:
     pattern = fields.get(key) or {}
     if not isinstance(pattern, dict) or not all(is_valid(value) for value in pattern.values()):
         raise Invalid(f"{CONFIG}: {key} must map names of modules to numbers.")
-    return Pattern(key, pattern, otherwise)
+    return ModuleValues(key, pattern, otherwise)
 
 
 def _first_match(value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number) -> Number:

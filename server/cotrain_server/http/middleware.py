@@ -1,9 +1,9 @@
 """ASGI middleware around the application, in the order in which a request passes it.
 
+* `PathPrefix`: removal of the path below which a proxy serves this server, if there is one.
 * `RequestMiddleware`: id, measurements, span, and the answer to an unexpected error.
 * `HeadAsGet`: HEAD.
 * `DirectRoutes`: the most frequent requests, answered in front of the framework.
-* `PathPrefix`: outermost, if a proxy serves this server below a path.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _ID_HEADER = b"x-request-id"
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 #: Generated ids: the start is of this process, and the rest counts, without a call of the kernel for each request.
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
-#: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready" to a waiting probe.
+#: Answers that are not logged: a pending poll, a sample into a full queue, and a probe of a server that is not ready.
 _NOT_LOGGED = {
     ("/api/v1/retrieve_future", 408),
     ("/api/v1/retrieve_futures", 408),
@@ -214,11 +214,11 @@ class DirectRoute(Protocol):
 
 
 class DirectRoutes:
-    """ASGI middleware that passes the POSTs of some paths to their endpoints, and all other requests on.
+    """ASGI middleware that serves the most frequent POSTs without the framework, and passes on all other requests.
 
-    They are polls, passes, optimizer steps and samples. They are declared as routes too, for the OpenAPI page and for
-    other methods. The framework's routing, dependencies and serialization took a third of the processor time of a small
-    pass.
+    The frequent ones are polls, passes, optimizer steps and samples. Their paths are declared as routes too, for the
+    OpenAPI page and for other methods. The framework's routing, dependencies and serialization took a third of the
+    processor time of a small pass.
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[DirectRoute]) -> None:

@@ -115,9 +115,9 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
 
 
 def pass_op_apart(request: ParsedPass, pool: PoolRecord) -> Op:
-    """Return the op of `pass_op` for a caller in another process, without a body if that of the request is stored.
+    """Return the op of `pass_op` for a caller in another process. Its body is empty if it equals that of the request.
 
-    The pipe would take a tenth of the time of the check.
+    Sending an unchanged body back through the pipe would take a tenth of the time of the check.
     """
     op = pass_op(request, pool)
     return replace(op, body=b"") if op.body is request.body else op

@@ -21,7 +21,7 @@ POLL_S = 0.2
 #: Maximum number of repeated lines of the reason.
 MAX_LINES = 3
 _START = "Redis is starting"
-#: Warnings that a successful start also writes.
+#: Log lines, warnings included, that a successful start also writes.
 _USUAL = re.compile(r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading")
 _NEWER = re.compile(r"Can't handle RDB format version")
 _DAMAGED = re.compile(
@@ -37,12 +37,12 @@ async def follow(log_by_name: Mapping[str, TextIO], say: Callable[[str], None]) 
             open_logs.enter_context(log)
         while True:
             for name, log in log_by_name.items():
-                for doing in filter(None, map(doing_in, log)):
-                    say(f"{name}: {doing}")
+                for activity in filter(None, map(startup_activity, log)):
+                    say(f"{name}: {activity}")
             await asyncio.sleep(POLL_S)
 
 
-def doing_in(line: str) -> str | None:
+def startup_activity(line: str) -> str | None:
     """Return the startup activity in a log line, or None for other lines. Pure."""
     with suppress(ValueError, AttributeError):
         event = json.loads(line)
@@ -112,7 +112,10 @@ def _warnings(lines: Sequence[str]) -> list[str]:
 
 
 def _fix(folder: DataFolder, binary: Path) -> str:
-    """Return the command that truncates a log at its first damage. A server binary becomes that tool by its name."""
+    """Return the command that truncates a log at its first damage.
+
+    A server binary that is started under the name redis-check-aof acts as that tool.
+    """
     manifest = folder.redis / "appendonlydir" / "appendonly.aof.manifest"
     file = manifest if manifest.exists() else folder.redis / "appendonly.aof"
     tool = shutil.which("redis-check-aof")

@@ -23,6 +23,16 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 #: Errors that are answered to the tenant. The middleware catches all others.
 REFUSED = (StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
+#: Codes of requests whose `model` is unknown, deleted or malformed.
+_NO_MODEL_CODES = frozenset(
+    reason.code
+    for reason in (
+        Reason.BASE_MODEL_NOT_SERVED,
+        Reason.CHECKPOINT_NOT_FOUND,
+        Reason.MALFORMED_PATH,
+        Reason.WEIGHTS_DELETED,
+    )
+)
 
 
 class Refusal(NamedTuple):
@@ -37,19 +47,7 @@ class Refusal(NamedTuple):
     @property
     def names_no_model(self) -> bool:
         """True if the tenant has no model of the requested name."""
-        return self.code in _MODEL_CODES
-
-
-#: Codes of a model name that leads to no model.
-_MODEL_CODES = frozenset(
-    reason.code
-    for reason in (
-        Reason.BASE_MODEL_NOT_SERVED,
-        Reason.CHECKPOINT_NOT_FOUND,
-        Reason.MALFORMED_PATH,
-        Reason.WEIGHTS_DELETED,
-    )
-)
+        return self.code in _NO_MODEL_CODES
 
 
 class InferenceRoute(DataRoute):

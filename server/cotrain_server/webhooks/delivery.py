@@ -26,7 +26,8 @@ GIVEN_UP_AFTER_S = 24 * 3600.0
 POLL_S = 1.0
 #: Tenants with concurrent deliveries. Others wait until one of these completes, at most 10 s.
 AT_ONCE = 256
-UNREAD_LOG_S = 60.0
+#: Minimum interval between two log lines about failed polls, whose cause may last.
+POLL_FAILURE_LOG_S = 60.0
 #: Pause of a tenant's events after an attempt whose outcome could not be recorded. The attempt does not count, and its
 #: event is still due.
 UNRECORDED_PAUSE_S = 300.0
@@ -47,7 +48,7 @@ class Delivery:
         self._poll_s = poll_s
         self._sending: dict[TenantId, asyncio.Task[None]] = {}
         self._pause_end: dict[TenantId, float] = {}
-        self._log_unread_at = 0.0
+        self._log_failure_at = 0.0
 
     async def run(self) -> None:
         """Poll for due events until cancelled. Pauses while Redis is unavailable."""
@@ -60,10 +61,9 @@ class Delivery:
                     pass  # another process delivers now, or the next poll detects it
                 # One failed poll must not stop all tenants' events until a restart.
                 except Exception:
-                    # While its cause lasts, once a minute.
-                    if time.monotonic() >= self._log_unread_at:
+                    if time.monotonic() >= self._log_failure_at:
                         log.exception("webhooks_unread")
-                        self._log_unread_at = time.monotonic() + UNREAD_LOG_S
+                        self._log_failure_at = time.monotonic() + POLL_FAILURE_LOG_S
                 await asyncio.sleep(self._poll_s)
         finally:
             await stop_tasks(list(self._sending.values()))

@@ -54,7 +54,7 @@ def test_a_run_stays_on_its_worker_and_a_new_one_goes_to_the_least_load() -> Non
 def test_recent_requests_count_after_planning_and_decay(later_s: float, chosen: WorkerId) -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("hot", 4, worker=W0), row("waits", worker=W1)])
-    queue.taken([op("hot", seq) for seq in range(4)], W0, NOW)
+    queue.remove_planned([op("hot", seq) for seq in range(4)], W0, NOW)
     queue.put([row("new")])
     queue.assign([beat(W0), beat(W1)], NOW + later_s)
     assert "new" in order(queue, chosen)["t"]
@@ -63,10 +63,10 @@ def test_recent_requests_count_after_planning_and_decay(later_s: float, chosen: 
 def test_a_pass_over_several_cycles_is_counted_once() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("large", worker=W0)])
-    queue.taken([op("large", 0)], W0, NOW)
+    queue.remove_planned([op("large", 0)], W0, NOW)
     queue.put([replace(row("large", worker=W0), done_tokens=6)])
     assert queue._tokens[W0] == 4
-    queue.taken([op("large", 0)], W0, NOW)
+    queue.remove_planned([op("large", 0)], W0, NOW)
     assert queue.recent.of(W0, NOW) == 10
 
 
@@ -103,7 +103,7 @@ def test_without_a_worker_runs_wait() -> None:
 def test_a_served_run_goes_behind_the_other_runs_of_its_tenant() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row(run, 2, worker=W0) for run in "abc"])
-    queue.taken([op("a", 0), op("b", 0), op("b", 1)], W0, NOW)
+    queue.remove_planned([op("a", 0), op("b", 0), op("b", 1)], W0, NOW)
     assert order(queue, W0) == {"t": ["c", "a"]}
     assert [one.seq for one in queue[RunId("a")].ops] == [1]
     queue.put([row("b", first=2, worker=W0)])
@@ -136,7 +136,7 @@ def test_a_run_taken_over_by_another_worker_is_queued_there() -> None:
 def test_a_full_window_is_read_again() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("few", WINDOW - 1, worker=W0), row("many", WINDOW, worker=W0)])
-    queue.taken([op("few", 0), op("many", 0)], W0, NOW)
+    queue.remove_planned([op("few", 0), op("many", 0)], W0, NOW)
     assert queue.unread == {"many"}
     queue.put([row("many", WINDOW, first=1, worker=W0)])
     assert queue.unread == set()
@@ -162,7 +162,7 @@ def test_after_any_sequence_each_run_is_queued_exactly_once(acts: list[tuple[str
             queue.put([row(run, count, worker=worker, tenant=run.translate({100: 97, 101: 97}))])
             expected[run] = count
         elif act == "take" and expected.get(run):
-            queue.taken([op(run, queue[RunId(run)].ops[0].seq)], W0, NOW)
+            queue.remove_planned([op(run, queue[RunId(run)].ops[0].seq)], W0, NOW)
             expected[run] -= 1
         elif act == "strike":
             queue.deregister(W0)
@@ -241,7 +241,7 @@ class Pool:
             return
         self.fair_queue = chosen.fair_queue
         self.naive.fair_queue = naive.fair_queue
-        self.queue.taken(chosen.ops, W0, 0.0)
+        self.queue.remove_planned(chosen.ops, W0, 0.0)
         rows = {run: self.runs.pop(run) for run in {op.run for op in chosen.ops}}
         for run, row in rows.items():  # an unfinished pass is put back, as the commit does
             last = [op for op in chosen.ops if op.run == run][-1]

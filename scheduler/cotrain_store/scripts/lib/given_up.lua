@@ -3,7 +3,7 @@
 local GIVEN_UP = { 'given_up_ops', 'given_up_bytes', 'given_up_since' }
 
 -- Set the counts of given-up ops, replacing the earlier ones.
-local function give_up_ops(log, queue, ops, bytes, since)
+local function set_given_up(log, queue, ops, bytes, since)
   local before = redis.call('HMGET', log, unpack(GIVEN_UP))
   if ops == 0 and not before[1] then
     return

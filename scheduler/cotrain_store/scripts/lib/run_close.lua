@@ -17,7 +17,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     end
     redis.call('HDEL', log, 'begun')
     redis.call('HDEL', 'cotrain:runs:paused', run)
-    give_up_ops(log, queue, 0, 0)
+    set_given_up(log, queue, 0, 0)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
     if row[1] == 'live' then
       note_event(tenant, state == 'failed' and 'run.failed' or 'run.ended', { training_run_id = run })

@@ -7,7 +7,7 @@ import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
-from cotrain_server.supervisor.logs import doing_in, reason_of_redis
+from cotrain_server.supervisor.logs import reason_of_redis, startup_activity
 from cotrain_server.supervisor.process import Reason
 
 STARTED = ["# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo", "# Redis version=7.0.15", "# Server initialized"]
@@ -87,6 +87,6 @@ def test_only_lines_written_from_now_on_are_read(tmp_path: Path) -> None:
 
 
 def test_the_stage_of_a_start_is_read_from_its_log_line() -> None:
-    assert doing_in('{"ts": "x", "event": "starting", "doing": "loading"}') == "loading"
+    assert startup_activity('{"ts": "x", "event": "starting", "doing": "loading"}') == "loading"
     for other in ('{"event": "cycle_committed"}', "no JSON", "[]", '"starting"'):
-        assert doing_in(other) is None
+        assert startup_activity(other) is None

@@ -29,7 +29,7 @@ def test_a_family_computes_as_transformers_and_peft(model_folder: ModelFolder, t
 
 
 def test_experts_of_a_square_weight_are_merged_with_inputs_before_outputs(tmp_path: Path) -> None:
-    """The shape does not show the order, nor does that of gpt-oss-20b."""
+    """The shape of a square weight, such as that of gpt-oss-20b, does not show whether inputs or outputs come first."""
     folder = build_tiny("gpt_oss", tmp_path / "model", hidden=40)
 
     assert measure(folder, tmp_path / "adapter").merged < TOLERANCE

@@ -96,7 +96,7 @@ def _fill_experts(
 ) -> bool:
     """Write matrices of experts over those of a fresh adapter; return False for another module."""
     try:
-        found = _uploaded(module.name, a, b, layout, in_halves=module.in_halves)
+        found = _pairs_of_experts(module.name, a, b, layout, in_halves=module.in_halves)
         for (name, expert), own in (found or {}).items():
             pair = pair_by_name[name]
             if expert is not None:
@@ -151,8 +151,8 @@ def _check_shapes(module: PeftModule, a: torch.Tensor, b: torch.Tensor, target: 
 def _fill(pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float) -> None:
     """Write a module's matrices over the first `r` of the run's ranks.
 
-    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`. Of experts, all have one
-    dimension more.
+    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`. The matrices of experts have
+    one more dimension in front.
     """
     factor = module.scale / run_scale
     if factor != 1.0:  # 1.0 for own exports, which are restored to the bit
@@ -247,13 +247,13 @@ def shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
     return matrices[:1]
 
 
-def _uploaded(
+def _pairs_of_experts(
     name: str, a: torch.Tensor, b: torch.Tensor, layout: Layout, *, in_halves: bool
 ) -> dict[tuple[str, int | None], Pair] | None:
-    """Return uploaded matrices of experts by target and, of one expert alone, its number; None of another module.
+    """Return uploaded matrices of experts, by target and number of the expert. The number is None for all experts.
 
-    The matrices have the form of PEFT's parameters, of one module for each expert, or of Tinker.
-    Raises ValueError for another shape, and NotShared.
+    The matrices have the form of PEFT's parameters, of one module for each expert, or of Tinker. Return None if `name`
+    is no module of experts. Raises ValueError for another shape, and NotShared.
     """
     match = _NAME.fullmatch(name)
     module = layout.gate_by_experts.get(match["module"]) if match else None

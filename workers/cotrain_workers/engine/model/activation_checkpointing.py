@@ -2,7 +2,8 @@
 
 * `Recompute` switches whole decoder layers. The second forward repeats the first one on the same inputs and under
   the same route, so no bit of a gradient depends on the choice. It trades time for memory, and may differ between
-  micro-batches.
+  micro-batches. It also runs the model around its layers, for datums that are computed layer by layer
+  (`long_slices.py`).
 * `chunk_rows` divides an MLP into chunks of rows, for a datum whose MLP would not fit into memory as a whole. Its
   inner values take several times as much memory as its input, and each chunk computes them again in backward. A row
   has the same bits in every chunk of 32 rows or more. LoRA's gradients are sums over chunks instead of one sum over
@@ -21,7 +22,7 @@ from cotrain_workers.engine.routing import Route, Router
 
 RecomputePolicy = Literal["auto", "always", "never"]
 
-#: Rows of a chunk. Reading the weights of an 8B model takes 5 % of its time on an H200.
+#: Rows of a chunk. Each chunk reads the weights again, which takes 5 % of its time for an 8B model on an H200.
 CHUNK_ROWS = 2048
 #: Modules of a layer that compute each row alone, by their name in the models of transformers.
 ROW_MODULES = ("mlp", "block_sparse_moe", "feed_forward")
@@ -41,7 +42,8 @@ class Recompute:
     def __init__(self, *, in_tuple: bool = False) -> None:
         self.is_on = False
         self._in_tuple = in_tuple  # a layer returns its hidden states in a tuple
-        self._instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self._replacement: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Function that runs in place of every layer, of its forward and arguments; None outside `record` and `bypass`."""
 
     def record(self, run: Callable[[], Any]) -> list[LayerCall]:
         """Run the model without its layers and return their calls, all with the input of the first layer."""
@@ -65,24 +67,24 @@ class Recompute:
     def _output(self, hidden: torch.Tensor) -> Any:
         return (hidden, None) if self._in_tuple else hidden
 
-    def _replace_layers(self, run: Callable[[], Any], instead: Any) -> Any:
-        self._instead = instead
+    def _replace_layers(self, run: Callable[[], Any], replacement: Any) -> Any:
+        self._replacement = replacement
         try:
             return run()
         finally:
-            self._instead = None
+            self._replacement = None
 
     def attach(self, layers: Iterable[nn.Module]) -> None:
         """Replace the `forward` of every layer by one that checks this switch."""
         for layer in layers:
-            layer.forward = self.asking(layer.forward)
+            layer.forward = self.switched(layer.forward)
 
-    def asking(self, forward: Any) -> Any:
+    def switched(self, forward: Any) -> Any:
         """Return a layer's `forward` that checks this switch at each call with gradients."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._instead is not None:
-                return self._instead(forward, args, kwargs)
+            if self._replacement is not None:
+                return self._replacement(forward, args, kwargs)
             if not (self.is_on and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             # Not reentrant: the LoRA matrices are not autograd leaves and the input of the first layer

@@ -56,9 +56,9 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
         "mlp": gates,
     }
     if in_products:
-        asking = base.recompute.asking
+        switched = base.recompute.switched
         done["residuals"] = [
-            base.is_plain and is_known and _fuse_residuals(layer, norms, base.router, asking)
+            base.is_plain and is_known and _fuse_residuals(layer, norms, base.router, switched)
             for layer, is_known in zip(backbone.layers, gates, strict=True)
         ]
     for name, each in done.items():

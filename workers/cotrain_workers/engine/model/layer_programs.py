@@ -4,8 +4,8 @@
 `ONE` selects Gemma's norm, which is scaled by weight + 1 and rounded once. Other norms are rounded, then scaled.
 
 Logits are fp32, before the cap. `CAPPED` applies the softmax to `cap * tanh(x / cap)`. `norms` `[rows, 2]`
-contains the maximum of each row and the sum of all `exp(x - maximum)`. Kernels for some rows of a visit receive
-the number of the `first` one. It is not specialised, because a variant might have other bits.
+contains the maximum of each row and the sum of all `exp(x - maximum)`. A kernel for some of the rows of `logits`
+receives the number of the `first` one. Triton must not specialise it, because a variant might have other bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def norm(x, weight, y, width, eps, ONE: tl.constexpr, BLOCK: tl.constexpr):
 def norm_backward(
     x, weight, gy, kept, gx, width, eps, ONE: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the gradient of a row of `x` through its norm, plus, with `PLUS`, `kept`, the gradient of `x` itself."""
+    """Write the gradient of a row of `x` through its norm. With `PLUS`, add `kept`, the gradient of `x` itself."""
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     cells = tl.program_id(0).to(tl.int64) * width + columns

@@ -44,12 +44,13 @@ class TrainingRows:
         starts = [0, *accumulate(table.lengths)]
         runs = [Run(start, (length,)) for start, length in zip(starts, table.lengths, strict=False) if length]
         self._blocks = blocks_of(runs, starts[-1], table.device, size_for)
-        at, left = (np.concatenate([np.arange(run.rows)[::step] for run in runs]) for step in (1, -1))
         rows = np.arange(starts[-1])
+        rows_before = np.concatenate([np.arange(run.rows) for run in runs])  # in the same sequence
+        rows_after = np.concatenate([np.arange(run.rows)[::-1] for run in runs])
         self._taps = [
-            tuple(
-                move_of(np.where(reach >= back, rows + sign * back, -1), table.device)
-                for reach, sign in ((at, -1), (left, 1))
+            (
+                move_of(np.where(rows_before >= back, rows - back, -1), table.device),  # of the values
+                move_of(np.where(rows_after >= back, rows + back, -1), table.device),  # of their gradients
             )
             for back in range(1, taps)
         ]
@@ -134,7 +135,7 @@ def mamba(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     rows = rows_of(module.cotrain_router, module.conv_kernel_size)
     x = convolved(x, rows.before(layer, x), module.conv1d, module.activation)
     wide = module.n_groups * module.ssm_state_size
-    v, k, q = x.split([inner, wide, wide], dim=-1)
+    v, k, q = x.split([inner, wide, wide], dim=-1)  # x, B and C of Mamba, in the names of linear attention
     q, k = (each.unflatten(-1, (module.n_groups, -1)) for each in (q, k))
     v = v.unflatten(-1, (heads, -1)).float()
     dt = functional.softplus(dt.squeeze(0) + module.dt_bias.to(dt.dtype))

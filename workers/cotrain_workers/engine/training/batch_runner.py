@@ -26,7 +26,7 @@ from cotrain_workers.engine.routing import ImageRows, Route, RowChunks, Segment,
 from cotrain_workers.engine.training.heads import Head, HeadInput, HeadResult, KlHead, References, Referred
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.micro_batches import BatchLimits, MicroBatch, OpSlice, PassesCost, Span
-from cotrain_workers.engine.training.pass_state import PassState, collect, give_up, needs_memory
+from cotrain_workers.engine.training.pass_state import PassState, collect, give_up, memory_failure
 
 
 class BatchRunner:
@@ -202,7 +202,7 @@ class BatchImages:
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    failure = needs_memory(image.tokens)
+                    failure = memory_failure(image.tokens)
             if failure is not None:
                 release_memory(self._device)
                 give_up(passes[owner], failure)

@@ -31,7 +31,14 @@ from cotrain_workers.engine.training.micro_batches import (
     fill,
     of_one_kind,
 )
-from cotrain_workers.engine.training.pass_state import PassState, collect, finish, give_up, needs_memory, upcoming_batch
+from cotrain_workers.engine.training.pass_state import (
+    PassState,
+    collect,
+    finish,
+    give_up,
+    memory_failure,
+    upcoming_batch,
+)
 
 
 class ForwardBackward:
@@ -282,7 +289,7 @@ class ForwardBackward:
                 self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
             case Fail(tokens):
-                give_up(owner, needs_memory(tokens))
+                give_up(owner, memory_failure(tokens))
                 _drop(waiting, op_slice.owner)
             case Split(first, second, cuts_slice):
                 if cuts_slice:

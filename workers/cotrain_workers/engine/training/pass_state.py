@@ -43,19 +43,19 @@ class PassState:
 
     op: Pass | ReverseKl
     adapter: Adapter
-    allowance: int | None = None  # tokens that may run in this cycle, and it may stay open; None: all of it runs
+    allowance: int | None = None  # tokens that may run in this cycle before the pass stays open; None: all run
     waits_since: int = field(default_factory=lambda: next(_TIMES))
     """Order by start or last execution, for passes that may stay open; the lowest waited longest."""
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
     shapes: Sequence[tuple[int, ...]] = ()  # of the results
-    shared: Sequence[int] = ()  # tokens of each datum whose rows may belong to an earlier one
-    rows: int = 0  # tokens that have run
-    rows_before: int = 0  # of those, in earlier cycles
-    long: LongSlice | None = None  # the first of `slices`, part of which ran
-    long_work: Yielding[HeadResult] | None = None  # the rest of its computation
-    long_counted: int = 0  # tokens of that datum that count in the cost of some cycle
+    shared: Sequence[int] = ()  # first tokens of each datum that equal those of the first datum of its group
+    rows: int = 0  # tokens of the slices that have run
+    rows_before: int = 0  # `done_rows` at the start of this cycle
+    long: LongSlice | None = None  # first of `slices`, if a part of it has run: a datum longer than a micro-batch
+    long_work: Yielding[HeadResult] | None = None  # remaining computation of `long`
+    long_counted: int = 0  # tokens of `long` that are in the cost of this or an earlier cycle
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
-    gradient_before: torch.Tensor | None = None  # copy from before the long datum in work, which other slices precede
+    gradient_before: torch.Tensor | None = None  # copy from before `long`, if other slices have run before it
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
@@ -67,8 +67,8 @@ class PassState:
         """
         if not isinstance(self.op, ReverseKl):
             return op_slice.tokens
-        asked = self.op.datums[op_slice.first : op_slice.last]
-        return op_slice.tokens + sum(len(datum.reference) for datum in asked)
+        datums = self.op.datums[op_slice.first : op_slice.last]
+        return op_slice.tokens + sum(len(datum.reference) for datum in datums)
 
     def resume(self, allowance: int | None) -> None:
         """Continue in another cycle."""
@@ -98,7 +98,7 @@ class PassState:
         return max(0, self.done_rows - self.rows_before)
 
     def shared_in(self, op_slice: OpSlice) -> Sequence[int]:
-        """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""
+        """Return the tokens of each datum whose rows belong to an earlier datum of the same slice."""
         return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
 
     def given_experts(self, op_slice: OpSlice, start: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -236,10 +236,9 @@ def output_of(
 ) -> PassOutput | ReverseKlOutput:
     """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or divergences, per datum."""
     if not isinstance(op, ReverseKl):
-        own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
-        own = {**own, **lag(op)}
+        metrics = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
         tokens = sum(len(datum.tokens) for datum in op.datums)
-        return PassOutput(found, loss_sum, own, tokens - rows)
+        return PassOutput(found, loss_sum, {**metrics, **lag(op)}, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],
@@ -249,7 +248,7 @@ def output_of(
     )
 
 
-def needs_memory(tokens: int) -> Failure:
+def memory_failure(tokens: int) -> Failure:
     """Return the failure of a pass with a datum of `tokens` tokens that does not fit into memory."""
     return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
 
@@ -269,14 +268,14 @@ def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> 
 
 def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapter) -> Failure:
     """Return the failure of a pass whose loss, log-probabilities or gradient are not finite."""
-    kept = "; the gradient was discarded" if op.needs_grad else ""
+    discarded = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
         if op.graph is None:
             why = too_far_apart(op, found)
         else:
             why = broken_datum(op.graph, op.datums, found, needs_grad=op.needs_grad)
-    return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
+    return Failure(f"Loss is not finite (seq {op.seq}){discarded}.{why}", "user", "not_finite")
 
 
 def broken_weights(adapter: Adapter) -> str:

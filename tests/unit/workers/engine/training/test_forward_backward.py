@@ -17,7 +17,7 @@ from cotrain_workers.engine.lora import segmented as lora
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import micro_batches
-from cotrain_workers.engine.training.pass_state import needs_memory
+from cotrain_workers.engine.training.pass_state import memory_failure
 from tests.support.draws import variant
 from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
@@ -228,8 +228,8 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone(
     out = small.run([later, *others] if is_first else [*others, later])
     alone.run(others)
 
-    assert out.outputs["wide", 2] == needs_memory(200)
-    assert needs_memory(200).category == "server"
+    assert out.outputs["wide", 2] == memory_failure(200)
+    assert memory_failure(200).category == "server"
     for run in ("wide", "narrow"):
         assert same_bits(small.adapters.state(run), alone.adapters.state(run))
 

@@ -16,7 +16,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Output, Pass, ReverseKl, Save
 from cotrain_workers.engine.running_cycle import next_wave
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.pass_state import needs_memory
+from cotrain_workers.engine.training.pass_state import memory_failure
 from tests.support.draws import variant
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.open_passes import LENGTHS, ONE_LAYER, SLICE, a_pass, a_step, assert_same_outputs, one_cycle
@@ -328,6 +328,6 @@ def test_a_datum_too_large_for_memory_fails_its_open_pass_cleanly(new_engine: Ne
 
     out = one_cycle(divided, [a_pass(4)], a4=1)
 
-    assert out.outputs == {("a", 4): needs_memory(LENGTHS[2])}
+    assert out.outputs == {("a", 4): memory_failure(LENGTHS[2])}
     assert not divided.open_passes.runs
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))

@@ -14,6 +14,9 @@ Tables (`lora/fused/fused_experts.py`), all computed on the device:
   segment and the end of the segments of a tile. The number of tiles in use is in the last row.
 * `entries` are those of `programs.py`. Bit `SIDE` of the flags is set if each expert has its own matrix. The
   matrices of experts are adjacent.
+
+Arguments: `low` `[rows, columns]` contains `x A^T` or `gy B` of each module, and M is A (`SIDE` 0) or B^T (1). `GATE` is
+0 without a gate, 1 for SiLU and 2 for GELU. `TMA` and `WIDE` are those of `programs.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def find_tiles(
     bounds, tiles, tile_count, experts, segments,
     EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of an expert's rows, and the number of tiles in the row behind them."""
+    """Write one tile of an expert's rows. The first program also writes the number of tiles, to the row after all tiles."""
     number, width = tl.program_id(0), 1 + 2 * segments
     each = tl.arange(0, EXPERTS)
     known = each < experts
