@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, ClassVar
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain_server.services import Services
@@ -41,10 +41,8 @@ class ChatShape:
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-
-    def opening(self) -> dict[str, Any]:
-        """Return the role of the message."""
-        return {"delta": {"role": "assistant", "content": ""}}
+    #: Part before all tokens: the role of the message.
+    opening: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
 
     def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the next part of the message."""
@@ -71,9 +69,7 @@ class CompletionShape:
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
-
-    def opening(self) -> None:
-        """Return None, because a completion has no opening."""
+    opening = None
 
     def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the text, or its next part."""
@@ -205,7 +201,7 @@ class Choice:
 
     def opening(self) -> dict[str, Any] | None:
         """Return the part before all tokens, or None."""
-        content = self._shape.chunk([Text(self._echo)]) if self._echo else self._shape.opening()
+        content = self._shape.chunk([Text(self._echo)]) if self._echo else self._shape.opening
         return None if content is None else self._written(content)
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:

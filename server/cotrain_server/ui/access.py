@@ -1,4 +1,4 @@
-"""Access to pages: login and logout, the session cookie, and the refusal of forms from other sites.
+"""Access to pages: login and logout, and the session cookie.
 
 A signed cookie replaces the key after a login, and contains no key. A logout ends the session. A tenant's session ends
 with its key, and has the key's current role. The operator's session ends if the admin key changes.
@@ -9,7 +9,7 @@ import hmac
 import secrets
 import time
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
@@ -70,28 +70,9 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
     Raises:
         NotLoggedIn: no session.
         READ_ONLY_KEY: the form changes something, and this visitor may only read.
-        CROSS_SITE_FORM: another site sent the form.
         BodyTooLarge: more than FORM_BYTES.
     """
-    visitor = await _logged_in(request, services)
-    check_origin(request, services)
-    return visitor, await _read_form(request)
-
-
-def check_origin(request: Request, services: Services) -> None:
-    """Raise CROSS_SITE_FORM for a form that another site sent.
-
-    Browsers name the origin of every form, and under HTTPS its relation to this server. A request without these
-    headers is not from a browser, so no other site caused it.
-    """
-    relation, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-    own = {request.headers.get("host", ""), urlsplit(services.settings.public_url or "").netloc} - {""}
-    if relation is not None:
-        is_own = relation in ("same-origin", "none")
-    else:
-        is_own = origin is None or origin.partition("://")[2] in own
-    if not is_own:
-        raise Refused(Reason.CROSS_SITE_FORM)
+    return await _logged_in(request, services), await _read_form(request)
 
 
 def check_operator(visitor: Visitor) -> None:
@@ -114,7 +95,6 @@ async def login_page(request: Request, services: ServicesDep, next: str = HOME) 
 @router.post(LOGIN)
 async def login(request: Request, services: ServicesDep) -> Response:
     """Check a key, and set a session cookie for it."""
-    check_origin(request, services)
     fields = await _read_form(request)
     target = _inside(fields.get("next", HOME))
     try:
@@ -137,7 +117,6 @@ async def login(request: Request, services: ServicesDep) -> Response:
 @router.post("/ui/logout")
 async def logout(request: Request, services: ServicesDep) -> Response:
     """End the browser's session in all API processes. Copies of its cookie become invalid, too."""
-    check_origin(request, services)
     if session := _session_of(request, services):
         await services.tenants.log_out(session.nonce, session.ends_at)
     response = RedirectResponse(LOGIN, 303)

@@ -1,4 +1,4 @@
-"""Rendering of pages: templates, response headers, and static files.
+"""Rendering of pages: templates, response headers, the route class of pages, and static files.
 
 Static files are read once, and served under a name that contains a hash of their content.
 """
@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse
@@ -18,8 +19,9 @@ from cotrain.version import __version__
 from cotrain_server.errors import status_of
 from cotrain_server.http.responses import finite_json
 from cotrain_server.http.tenant_routes import Handler
+from cotrain_server.settings import ServerSettings
 from cotrain_server.ui import number_format
-from cotrain_store.errors import Refused, StoreUnavailable
+from cotrain_store.errors import Reason, Refused, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 router = APIRouter(include_in_schema=False)
@@ -81,15 +83,17 @@ def html(template: str, context: Mapping[str, Any], status: int = 200) -> HTMLRe
 
 
 class PageRoute(APIRoute):
-    """A route of browsers, which answers refusals with an error page instead of JSON."""
+    """A route of browsers. It refuses forms of other sites, and answers refusals with an error page instead of JSON."""
 
     @override
     def get_route_handler(self) -> Handler:
-        """Return a handler that runs the route."""
+        """Return a handler that checks the origin of a form, and runs the route."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
             try:
+                if request.method == "POST":
+                    _check_origin(request)
                 return await handle(request)
             except CONNECTION_LOST:
                 return _error_page(StoreUnavailable())
@@ -97,6 +101,23 @@ class PageRoute(APIRoute):
                 return _error_page(error)
 
         return answer
+
+
+def _check_origin(request: Request) -> None:
+    """Raise CROSS_SITE_FORM for a form that another site sent.
+
+    Browsers name the origin of every form, and under HTTPS its relation to this server. A request without these
+    headers is not from a browser, so no other site caused it.
+    """
+    settings: ServerSettings = request.app.state.services.settings
+    relation, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    own = {request.headers.get("host", ""), urlsplit(settings.public_url or "").netloc} - {""}
+    if relation is not None:
+        is_own = relation in ("same-origin", "none")
+    else:
+        is_own = origin is None or origin.partition("://")[2] in own
+    if not is_own:
+        raise Refused(Reason.CROSS_SITE_FORM)
 
 
 def page_router() -> APIRouter:

@@ -3,7 +3,6 @@
 import pytest
 
 from cotrain_server.errors import Invalid, TooManyFailures
-from cotrain_server.text_apis.answers import event
 from cotrain_server.text_apis.generation import GenerationFailed
 from cotrain_server.text_apis.route import Refusal, refusal_of
 from cotrain_store.errors import (
@@ -47,7 +46,3 @@ def test_an_internal_error_is_not_shown_to_a_tenant() -> None:
 def test_a_failed_generation_is_a_client_or_a_server_error(category: Category, status: int) -> None:
     refusal = refusal_of(GenerationFailed(Result.failed("The weights are gone.", category)))
     assert refusal[:2] == (status, "The weights are gone.")
-
-
-def test_an_event_is_one_line_of_data() -> None:
-    assert event({"text": "a\nb"}, "ping") == 'event: ping\ndata: {"text":"a\\nb"}\n\n'
