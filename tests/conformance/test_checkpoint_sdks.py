@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.conformance.running import CheckpointReport, Facts, Server
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 
 TTL_S = 7200
 
