@@ -107,12 +107,6 @@ def test_events_come_in_the_order_of_the_protocol(client: anthropic.Anthropic, s
     ]
 
 
-async def test_an_async_client_streams(async_client: anthropic.AsyncAnthropic, script: Script) -> None:
-    async with async_client.messages.stream(**HI) as stream:
-        said = [text async for text in stream.text_stream]
-    assert "".join(said) == script.text
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_stop_sequence_is_reported_and_not_part_of_the_text(
     client: anthropic.Anthropic, script: Script, is_streamed: bool
