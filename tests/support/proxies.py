@@ -6,6 +6,7 @@ import http.client
 import re
 import threading
 from collections.abc import Collection, Mapping
+from email.message import Message
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ class Request(NamedTuple):
 
     method: str
     path: str
-    headers: Mapping[str, str]
+    headers: Message
     body: bytes
 
     @property
@@ -56,7 +57,7 @@ class Proxy(LocalServer):
         class Passing(Handler):
             @override
             def respond(self) -> None:
-                answer = proxy.answer_to(Request(self.command, self.path, dict(self.headers), self.body()))
+                answer = proxy.answer_to(Request(self.command, self.path, self.headers, self.body()))
                 if answer is None:
                     self.close_connection = True
                 else:
