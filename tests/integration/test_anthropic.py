@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,6 @@ def script(served: Talking) -> Script:
 def client(served: Talking) -> Iterator[anthropic.Anthropic]:
     base_url = f"{served.address}/anthropic/api"
     with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def async_client(served: Talking) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    base_url = f"{served.address}/anthropic/api"
-    async with anthropic.AsyncAnthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
         yield opened
 
 
@@ -199,22 +191,6 @@ def test_an_idle_stream_sends_keepalive_events(
         kinds = (line for line in answer.iter_lines() if line.startswith("event: "))
         assert [next(kinds) for _ in range(5)][2:] == ["event: ping"] * 3
     script.wait_for(cancelled=1)
-
-
-async def test_a_full_queue_returns_a_retry_time(
-    served: Talking, async_client: anthropic.AsyncAnthropic, script: Script
-) -> None:
-    script.is_holding = True
-    quota = served.services.settings.quotas.samples
-    waiting = [asyncio.create_task(async_client.messages.create(**HI)) for _ in range(quota)]
-    await asyncio.to_thread(script.wait_for, seen=quota)
-    with pytest.raises(anthropic.RateLimitError) as busy:
-        await async_client.messages.create(**HI)
-    assert float(busy.value.response.headers["retry-after"]) > 0
-    for task in waiting:
-        task.cancel()
-    await asyncio.wait(waiting)
-    await asyncio.to_thread(script.wait_for, cancelled=quota)
 
 
 @pytest.fixture

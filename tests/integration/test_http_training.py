@@ -70,14 +70,6 @@ async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api
         assert "seq_id" in refused.json()["detail"]
 
 
-async def test_a_used_seq_with_other_content_is_rejected_permanently(api: Api) -> None:
-    run = await api.new_run()
-    await api.post("forward_backward", pass_body(run, 1))
-    answer = await api.post("forward_backward", pass_body(run, 1, [7, 8]))
-    assert answer.status_code == 400
-    assert answer.json()["detail"] == "seq_id 1 was already used with different content."
-
-
 async def test_protobuf_plain_and_compressed_and_json_are_one_request(api: Api) -> None:
     run = await api.new_run()
     body = json.dumps(pass_body(run, 1)).encode()
