@@ -28,7 +28,7 @@ from tests.conformance.running import (
     Server,
     run_scenarios,
 )
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 

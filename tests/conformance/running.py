@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.draws import variant
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 from tests.warm.popen import run
 
 Facts = dict[str, Any]

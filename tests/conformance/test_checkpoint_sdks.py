@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.conformance.running import CheckpointReport, Facts, Server
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 
 # Constants of the scenarios, which run under another SDK and are not imported here.
 TTL_S, LENGTHS, VOCAB = 7200, (5, 9, 13, 8), 512

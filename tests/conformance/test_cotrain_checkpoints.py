@@ -27,7 +27,7 @@ from cotrain import (
     TrainingClient,
 )
 from tests.conformance.running import KEYS, Server
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 from tests.support.uploads import adapter, config, q_proj, tar
 
 TOKENS = random.Random(0).choices(range(512), k=25)

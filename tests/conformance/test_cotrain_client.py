@@ -26,7 +26,7 @@ from cotrain import (
 from cotrain.types import ForwardBackwardOutput
 from tests.conformance.running import KEYS, Server
 from tests.support.draws import variant
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 
 VOCAB = 512
 #: Far more than the 16 waiting requests that the narrow server accepts from a tenant. A thousand

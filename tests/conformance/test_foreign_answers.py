@@ -16,8 +16,8 @@ from cotrain.types import ModelInput, SamplingParams
 from tests.conformance.running import KEYS, Facts, Server, run_scenarios
 from tests.conformance.test_cotrain_client import datum, logprobs
 from tests.support.draws import variant
+from tests.support.proxies import FOREIGN, PAGE, Answer, SwappingProxy
 from tests.support.serving import Serving
-from tests.support.swapping_proxy import FOREIGN, PAGE, Swapped, SwappingProxy
 
 DATA = [datum(6, 1)]
 QUICK = RetryPolicy(first_delay_s=0.01)
@@ -67,8 +67,8 @@ def test_one_foreign_answer_to_everything_changes_no_bit(
     assert all(not left for path, left in proxy.swaps.items() if path != "retrieve_futures")
 
 
-@pytest.mark.parametrize("refusal", [Swapped(403, b"<html>", PAGE), Swapped(404, b"no")])
-def test_a_page_that_refuses_a_poll_fails_no_step(proxy: SwappingProxy, server: Server, refusal: Swapped) -> None:
+@pytest.mark.parametrize("refusal", [Answer(403, b"<html>", PAGE), Answer(404, b"no")])
+def test_a_page_that_refuses_a_poll_fails_no_step(proxy: SwappingProxy, server: Server, refusal: Answer) -> None:
     with ServiceClient(proxy.address, KEYS[0], policy=QUICK) as service:
         run = service.create_lora_training_client(server.base_model, rank=4)
         proxy.swaps = {"retrieve_future": [refusal] * 3}
@@ -93,7 +93,7 @@ def test_foreign_answers_that_do_not_end_fail_one_call_and_no_later_one(proxy: S
 def test_a_body_that_is_too_large_for_nginx_names_its_setting(proxy: SwappingProxy, server: Server) -> None:
     with ServiceClient(proxy.address, KEYS[0], policy=QUICK) as service:
         run = service.create_lora_training_client(server.base_model, rank=4)
-        proxy.swaps = {"forward_backward": [Swapped(413, b"<html>413</html>", PAGE)]}
+        proxy.swaps = {"forward_backward": [Answer(413, b"<html>413</html>", PAGE)]}
         with pytest.raises(APIStatusError, match="client_max_body_size") as failure:
             run.forward(DATA, "cross_entropy").result(timeout=60)
         assert "no cotrain server" not in str(failure.value)

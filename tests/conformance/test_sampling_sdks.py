@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.running import NEWER_FIRST, SAMPLING, Facts, SamplingReport, Server, run_scenarios
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.proxies import LossyProxy
 
 # Constants of the scenarios, which run under another SDK and are not imported here.
 PROMPT, MAX_TOKENS, CROWD, RL_STEPS = [7, 8, 9, 10, 11], 8, 12, 2

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
     redis_server.flush()
     with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), quotas={"samples": 2}) as talking:
         yield talking
-
-
-@pytest.fixture
-async def async_client(served: Talking) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    base_url = f"{served.address}/anthropic/api"
-    async with anthropic.AsyncAnthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
-        yield opened
 
 
 def text_of(message: anthropic.types.Message) -> str:
@@ -86,12 +78,6 @@ def test_events_come_in_the_order_of_the_protocol(anthropic_client: anthropic.An
         "message_delta",
         "message_stop",
     ]
-
-
-async def test_an_async_client_streams(async_client: anthropic.AsyncAnthropic, script: Script) -> None:
-    async with async_client.messages.stream(**HI) as stream:
-        said = [text async for text in stream.text_stream]
-    assert "".join(said) == script.text
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -188,22 +174,6 @@ def test_an_idle_stream_sends_keepalive_events(
         kinds = (line for line in answer.iter_lines() if line.startswith("event: "))
         assert [next(kinds) for _ in range(5)][2:] == ["event: ping"] * 3
     script.wait_for(cancelled=1)
-
-
-async def test_a_full_queue_returns_a_retry_time(
-    served: Talking, async_client: anthropic.AsyncAnthropic, script: Script
-) -> None:
-    script.is_holding = True
-    quota = served.services.settings.quotas.samples
-    waiting = [asyncio.create_task(async_client.messages.create(**HI)) for _ in range(quota)]
-    await asyncio.to_thread(script.wait_for, seen=quota)
-    with pytest.raises(anthropic.RateLimitError) as busy:
-        await async_client.messages.create(**HI)
-    assert float(busy.value.response.headers["retry-after"]) > 0
-    for task in waiting:
-        task.cancel()
-    await asyncio.wait(waiting)
-    await asyncio.to_thread(script.wait_for, cancelled=quota)
 
 
 @pytest.fixture

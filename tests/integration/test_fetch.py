@@ -6,83 +6,46 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Self
 
 import pytest
 from typing_extensions import override
 
 from cotrain_workers.fetch import is_whole
+from tests.support.local_server import Handler, LocalServer
 
 MODEL = "somebody/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class ReadableHub:
+class ReadableHub(LocalServer):
     """A Hugging Face hub that supports only the download of one model's small files."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.asked = files, list[str]()
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self._file(with_body=False)
-
-            def do_GET(self) -> None:
-                if self.path.startswith("/api/models/"):
-                    self._model()
-                else:
-                    self._file(with_body=True)
-
-            def _model(self) -> None:
-                hub.asked.append(self.path)
-                if MODEL not in self.path:
-                    self.send_response(404)
-                    self.send_header("X-Error-Code", "RepoNotFound")
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
-                    return
-                tree = [
-                    {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
-                    for name, content in hub.files.items()
-                ]
-                told = tree if "/tree/" in self.path else {"id": MODEL, "sha": COMMIT}
-                self._answer(json.dumps(told).encode())
-
-            def _file(self, *, with_body: bool) -> None:
-                hub.asked.append(self.path)
-                content = hub.files[self.path.partition(f"/resolve/{COMMIT}/")[2]]
-                self._answer(content, with_body=with_body)
-
-            def _answer(self, body: bytes, *, with_body: bool = True) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("ETag", f'"{hash(body):x}"')
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.end_headers()
-                if with_body:
-                    self.wfile.write(body)
-
+        class Hub(Handler):
             @override
-            def log_message(self, *_: object) -> None:
-                """Suppress the log."""
+            def respond(self) -> None:
+                hub.asked.append(self.path)
+                if not self.path.startswith("/api/models/"):
+                    self._send(hub.files[self.path.partition(f"/resolve/{COMMIT}/")[2]])
+                elif MODEL not in self.path:
+                    self.answer(404, headers={"X-Error-Code": "RepoNotFound"})
+                else:
+                    tree = [
+                        {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
+                        for name, content in hub.files.items()
+                    ]
+                    told = tree if "/tree/" in self.path else {"id": MODEL, "sha": COMMIT}
+                    self._send(json.dumps(told).encode())
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+            def _send(self, body: bytes) -> None:
+                self.answer(200, body, {"ETag": f'"{hash(body):x}"', "X-Repo-Commit": COMMIT})
 
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(Hub)
 
 
 @pytest.fixture
@@ -103,7 +66,7 @@ def fetch(hub: ReadableHub, home: Path, model: str) -> subprocess.CompletedProce
     """Run the fetch as the container does."""
     return subprocess.run(
         [sys.executable, "-m", "cotrain_workers.fetch", model],
-        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home)},
+        env=os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(home)},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
@@ -150,7 +113,7 @@ def test_a_model_without_safetensors_is_reported_in_a_sentence(hub: ReadableHub,
 
 
 def test_an_unreachable_hub_is_reported_in_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
-    hub.url = "http://127.0.0.1:9"
+    hub.address = "http://127.0.0.1:9"
     told = fetch(hub, tmp_path, MODEL)
     assert told.returncode == 1
     assert told.stderr.startswith(f"{MODEL} could not be fetched: ")

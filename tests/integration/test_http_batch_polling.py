@@ -73,46 +73,10 @@ async def test_a_failed_request_is_told_and_its_failure_fetched_as_ever(
     assert (await api.post("retrieve_future", future)).json()["category"] == "user"
 
 
-async def test_an_answer_that_was_lost_is_given_again_until_its_cursor_comes_back(
-    api: Api, worker: StandIn, sampler: str
-) -> None:
-    await sample(api, worker, sampler, 0, 1)
-    worker.finish(RequestId(f"{sampler}:0"), [1])
-    lost, again = [await poll(api, sampler) for _ in range(2)]
-    assert lost.json() == again.json()
-    worker.finish(RequestId(f"{sampler}:1"), [1])
-    cursor = again.json()["cursor"]
-    assert ended(await poll(api, sampler, cursor)) == [f"{sampler}:1"]
-    assert ended(await poll(api, sampler, cursor)) == [f"{sampler}:1"]
-
-
-async def test_without_time_to_wait_the_answer_comes_at_once(api: Api, sampler: str) -> None:
-    answer = await poll(api, sampler, cursor=0, timeout=0.0)
-    assert answer.status_code == 200
-    assert ended(answer) == []
-
-
-async def test_every_clone_of_a_client_hears_of_its_own_requests_only(api: Api, worker: StandIn, sampler: str) -> None:
-    await sample(api, worker, sampler, 0, 7 * CLONE)
-    worker.finish(RequestId(f"{sampler}:0"), [1])
-    worker.finish(RequestId(f"{sampler}:{7 * CLONE}"), [1])
-    assert ended(await poll(api, sampler)) == [f"{sampler}:0"]
-    assert ended(await poll(api, sampler, clone=7)) == [f"{sampler}:{7 * CLONE}"]
-
-
 async def ends_in_ms(api: Api, request: str) -> float:
     redis = api.services.connection
     ends: float = await redis.zscore(redis_keys.ends(), redis_keys.result(RequestId(request)))
     return ends - await clock_ms(redis)
-
-
-async def test_a_result_that_has_arrived_is_not_kept_for_a_day(api: Api, worker: StandIn, sampler: str) -> None:
-    await sample(api, worker, sampler, 0)
-    worker.finish(RequestId(f"{sampler}:0"), [1])
-    cursor = (await poll(api, sampler)).json()["cursor"]
-    await poll(api, sampler, cursor, timeout=0.0, retrieved_request_ids=[f"{sampler}:0"])
-    left_ms = await ends_in_ms(api, f"{sampler}:0")
-    assert left_ms <= redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_very_many_results_may_be_acknowledged_at_once(api: Api, sampler: str) -> None:

@@ -381,14 +381,6 @@ async def test_runs_are_found_by_their_tags_and_the_words_of_their_notes(api: Ap
     assert await listed(api, "tag=paper") == []
 
 
-async def test_a_run_is_made_with_a_note_and_tags(api: Api) -> None:
-    session = (await api.post("create_session", {})).json()["session_id"]
-    body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model, "note": "first", "tags": ["x"]}
-    for _ in range(2):
-        run = (await api.post("create_model", body)).json()["model_id"]
-        assert await listed(api, "tag=x&text=first") == [run]
-
-
 async def test_labels_have_limits_and_belong_to_their_tenant(api: Api) -> None:
     run = await api.new_run()
     assert (await label(api, run, BOB, note="mine")).status_code == 404

@@ -202,14 +202,6 @@ async def test_an_interpolation_is_a_new_run(api: Api, worker: StandIn) -> None:
     assert info["lora_rank"] == load.lora.rank
 
 
-async def test_the_same_source_may_appear_twice(api: Api, worker: StandIn) -> None:
-    path = await saved(api, worker, await api.new_run())
-    answer = await interpolated(api, [path, path], [0.5, -0.5])
-    await worker.run_log()
-
-    assert (await result(api, answer))["path"].endswith("/sampler_weights/interpolated")
-
-
 @pytest.mark.parametrize(
     ("changes", "status"),
     [

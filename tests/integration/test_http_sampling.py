@@ -128,13 +128,6 @@ async def test_a_repeated_sample_is_the_same_and_runs_once(api: Api, worker: Sta
     assert len(worker.claim()) == 1
 
 
-async def test_a_used_number_with_another_prompt_is_rejected_permanently(api: Api) -> None:
-    sampler = await api.new_sampler()
-    await api.post("asample", sample_body(sampler, 0))
-    answer = await api.post("asample", sample_body(sampler, 0, num_samples=2))
-    assert (answer.status_code, answer.json()["code"]) == (400, "seq_conflict")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -32,13 +32,6 @@ async def kinds(api: Api, run: RunId) -> dict[int, str]:
     return {int(seq): op.decode() for seq, op in raw.items()}
 
 
-async def test_a_request_is_accepted_at_once_and_its_id_contains_its_seq(api: Api) -> None:
-    run = await api.new_run()
-    answer = await api.post("forward_backward", pass_body(run, 1))
-    assert answer.status_code == 200
-    assert answer.json() == {"request_id": f"{run}:1", "model_id": run}
-
-
 async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api) -> None:
     run = await api.new_run()
     unplaced = {key: value for key, value in pass_body(run, 1).items() if key != "seq_id"}
@@ -74,14 +67,6 @@ async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api
         refused = await api.post("optim_step", {**step, "seq_id": wrong})
         assert refused.status_code == 400
         assert "seq_id" in refused.json()["detail"]
-
-
-async def test_a_used_seq_with_other_content_is_rejected_permanently(api: Api) -> None:
-    run = await api.new_run()
-    await api.post("forward_backward", pass_body(run, 1))
-    answer = await api.post("forward_backward", pass_body(run, 1, [7, 8]))
-    assert answer.status_code == 400
-    assert answer.json()["detail"] == "seq_id 1 was already used with different content."
 
 
 async def test_protobuf_plain_and_compressed_and_json_are_one_request(api: Api) -> None:

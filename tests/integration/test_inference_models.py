@@ -59,15 +59,6 @@ async def sampled(api: Api, worker: StandIn, model: str, key: str = ALICE) -> Cl
     return claims[0]
 
 
-async def test_a_path_names_its_weights_with_and_without_the_base_model(empty_redis: EmbeddedRedis) -> None:
-    async with speaking_api(empty_redis) as (api, worker):
-        run = await api.new_run()
-        path = await save(api, worker, run, 1, "good")
-        assert (await sampled(api, worker, POOL.base_model)).weights is None
-        for model in (path, f"{POOL.base_model};{path}"):
-            assert (await sampled(api, worker, model)).weights == f"{run}:1"
-
-
 async def test_one_sampler_serves_all_requests_until_the_name_moves(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         run = await api.new_run()

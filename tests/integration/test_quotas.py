@@ -325,18 +325,6 @@ async def test_runs_over_the_byte_quota_are_rejected_on_every_route(empty_redis:
         assert f'cotrain_run_bytes{{tenant="{next(iter(everything["run_bytes"]))}"}} {2.0 * weight}' in scrape
 
 
-async def test_samplers_over_the_quota_are_rejected_but_a_repeat_is_not(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
-        session = (await api.post("create_session", {})).json()["session_id"]
-        body = {"session_id": session, "base_model": API_POOL.base_model}
-        first = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
-        assert first.status_code == 200
-        over = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 1})
-        assert refusal(over) == (429, "sampler_quota_reached")
-        again = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
-        assert again.json() == first.json()
-
-
 async def test_an_unnamed_save_waits_for_its_sampler_quota_but_a_repeat_does_not(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
         run = await api.new_run()

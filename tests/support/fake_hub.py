@@ -7,67 +7,37 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from typing_extensions import override
 
+from tests.support.local_server import Handler, LocalServer
+
+SOMEBODY: dict[str, Any] = {"name": "somebody", "type": "user", "orgs": [], "auth": {}}
 REPOSITORY = "somebody/adapter"
 REFUSALS = {"absent": (401, "RepoNotFound"), "gated": (403, "GatedRepo")}
 
 
-class FakeHub:
-    """Running hub. `files` has the committed files."""
+class FakeHub(LocalServer):
+    """Running hub. `files` has the committed files, by their path in the repository."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self._answer({"name": "somebody", "type": "user", "orgs": [], "auth": {}})
-
-            def do_HEAD(self) -> None:
-                status, code = REFUSALS.get(self.path.split("/")[2], (404, "EntryNotFound"))
-                self.send_response(status)
-                self.send_header("X-Error-Code", code)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                self._answer(hub.answer(self.path, body))
-
-            def _answer(self, answer: dict[str, Any]) -> None:
-                content = json.dumps(answer).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
+        class Hub(Handler):
             @override
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
+            def respond(self) -> None:
+                if self.command == "HEAD":
+                    status, code = REFUSALS.get(self.path.split("/")[2], (404, "EntryNotFound"))
+                    self.answer(status, headers={"X-Error-Code": code})
+                    return
+                answer = hub.answer_to(self.path, self.body()) if self.command == "POST" else SOMEBODY
+                self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__init__(Hub)
 
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+    def answer_to(self, path: str, body: bytes) -> dict[str, Any]:
         """Return the answer to a POST. Files of a commit are stored."""
         if path.startswith("/api/repos/create"):
             return {"url": f"{self.address}/{REPOSITORY}"}

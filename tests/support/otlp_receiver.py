@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from typing_extensions import override
+
+from tests.support.local_server import Handler, LocalServer
 
 PATIENCE_S = 300
 
@@ -32,35 +32,22 @@ class Received:
     attributes: dict[str, Any]
 
 
-class Receiver:
-    """Receiver on a free port of this host until the end of its block."""
+class Receiver(LocalServer):
+    """Collector of spans that answers every export with `status`."""
 
     def __init__(self, status: int = 200) -> None:
         receiver = self
         self.spans: list[Received] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # the library's name
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.spans += read_spans(body) if self.path == "/v1/traces" else []
-                self.send_response(status)
-                self.end_headers()
-
+        class Collector(Handler):
             @override
-            def log_message(self, *_: Any) -> None:
-                pass
+            def respond(self) -> None:
+                body = self.body()
+                receiver.spans += read_spans(body) if self.path == "/v1/traces" else []
+                self.answer(status)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        super().__init__(Collector)
         self.settings = {"OTEL_EXPORTER_OTLP_ENDPOINT": self.address, "OTEL_BSP_SCHEDULE_DELAY": "50"}
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def wait_for(self, is_enough: Callable[[list[Received]], object]) -> list[Received]:
         """Wait until enough spans have arrived. Return those that arrived until then."""

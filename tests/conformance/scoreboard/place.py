@@ -16,7 +16,7 @@ import torch
 from tinker import types
 
 from tests.conformance.scenarios import batch, datum, step
-from tests.conformance.scoreboard.hub import Hub
+from tests.support.fake_hub import FakeHub
 
 PROMPT = [7, 8, 9, 10, 11]
 MAX_TOKENS = 4
@@ -89,9 +89,9 @@ class Place:
         return made(self.pending_sampler())
 
     @cached_property
-    def hub(self) -> Hub:
+    def hub(self) -> FakeHub:
         """Model hub to push to."""
-        return Hub()
+        return FakeHub().__enter__()  # until the process ends
 
     # ---- Losses ----------------------------------------------------------------------------------
 

@@ -1,36 +1,26 @@
 """Health probe, with real answers and with none, and problems that a supervisor writes for the API."""
 
 import errno
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
 from cotrain_server.probe import main, probe, read_troubles, write_troubles
+from tests.support.local_server import Handler, LocalServer
 
 
-class Answers(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/healthz" else 503)
-        self.end_headers()
-        self.wfile.write(b"because")
-
+class Answers(Handler):
     @override
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def respond(self) -> None:
+        self.answer(200 if self.path == "/healthz" else 503, b"because")
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with LocalServer(Answers) as server:
+        yield server.address
 
 
 def test_the_probe_of_a_healthy_server_exits_with_0(address: str) -> None:

@@ -40,7 +40,7 @@ from cotrain.types import (
 )
 from cotrain.wire.codec import encode_datums, wrap_datums
 from tests.support.fake_api import Answer, FakeApi, refusal
-from tests.support.swapping_proxy import FOREIGN
+from tests.support.proxies import FOREIGN
 from tests.support.waiting import until
 
 REQUEST = GetInfoRequest(model_id="m")

@@ -1,4 +1,7 @@
-"""Tests whose results may depend on the CPU, run with AVX2 only on a CPU that has more."""
+"""Tests whose results may depend on the CPU, run with AVX2 only on a CPU that has more.
+
+`make test` leaves this out: continuous integration has a CPU with AVX2 only, and runs those tests on it.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.variants
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512",
     reason="this CPU has no more than AVX2: its only kernels were tested already",
