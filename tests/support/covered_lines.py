@@ -70,9 +70,10 @@ class CoveredLines:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Return True for a run without a choice of files, names or marks."""
-    is_marked = config.option.markexpr in config.getini("addopts")
-    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and is_marked and not config.option.keyword
+    """Return True for a run of all tests, without a choice of files, names or marks."""
+    option = config.option
+    is_choice = option.keyword or option.collectonly or option.markexpr not in config.getini("addopts")
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not is_choice
 
 
 def share_of(recorded: Mapping[str, set[int]]) -> float:
