@@ -195,7 +195,7 @@ class SavedWeights:
         found = [self.weights(WeightsRef(member.decode())) for member in members]
         return sorted((w for w in found if w), key=lambda weights: weights.created_at)
 
-    def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
+    def mark_stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
         """Mark weights as stored: all their files, `size` bytes in total, are durable.
 
         This publishes the checkpoint and the result of a named save. It also ends the run, if the save was
@@ -229,7 +229,7 @@ class SavedWeights:
             result = Result.of_json({**result.json(), "size_bytes": size})
         return checkpoint, result.encode()
 
-    def lost(self, ref: WeightsRef, message: str) -> None:
+    def fail_save(self, ref: WeightsRef, message: str) -> None:
         """Fail a named save that cannot be recreated, with category server.
 
         Its name becomes available. Stored weights, and those of a sampler, are not affected.
@@ -264,7 +264,7 @@ class SavedWeights:
         """Delete the record of weights unless they are in use again. Return True if no others have their content.
 
         Their folder may then be removed, but not immediately: another worker may have found it and be about
-        to call `stored`.
+        to call `mark_stored`.
         """
         return bool(self._forget({**self._own, "ref": ref, "folder": external_folder(ref)}) == b"LAST")
 
@@ -272,15 +272,15 @@ class SavedWeights:
         """Return the lease to sweep this pool's files."""
         return SweepLease(self._redis, redis_keys.pool_sweeper(self._pool), self._worker)
 
-    def knows(self, digest: str) -> bool:
+    def has_content(self, digest: str) -> bool:
         """Return True if any weights have this content. A folder without weights is an orphan."""
         return bool(self._redis.exists(redis_keys.content(self._pool, digest)))
 
-    def knows_optimizer(self, digest: str) -> bool:
+    def has_optimizer(self, digest: str) -> bool:
         """Return True if any weights have this optimizer state. A file without weights is an orphan."""
         return bool(self._redis.exists(redis_keys.optimizer_content(self._pool, digest)))
 
-    def knows_external(self, folder: str) -> bool:
+    def has_external(self, folder: str) -> bool:
         """Return True if any weights have this folder (`external_folder`) of encrypted files."""
         return bool(self._redis.sismember(redis_keys.external_folders(self._pool), folder))
 

@@ -129,7 +129,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     def note_stored(self, ref: WeightsRef) -> None:
         save = self.saves[ref]
-        assert self.samples.saved.stored(ref, f"digest of {ref}", 10)
+        assert self.samples.saved.mark_stored(ref, f"digest of {ref}", 10)
         save.state = "stored"
         event(f"stored, moves its name: {save.may_have_name}")
         if save.may_have_name:
@@ -142,7 +142,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule(which=st.randoms(use_true_random=False))
     def lose(self, which: Any) -> None:
         ref = which.choice(self.owed())
-        self.samples.saved.lost(ref, "lost")
+        self.samples.saved.fail_save(ref, "lost")
         self.saves[ref].state = "lost"
 
     @rule(number=NUMBERS, kind=KINDS)
@@ -240,7 +240,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         for ref in self.in_use():
             weights = self.samples.saved.weights(ref)
             assert weights
-            assert self.samples.saved.knows(weights.digest)
+            assert self.samples.saved.has_content(weights.digest)
 
     @override
     def teardown(self) -> None:

@@ -199,7 +199,7 @@ async def test_all_stored_checkpoints_of_a_tenant_are_counted(samples: Samples, 
     await samples.save(run, 3, sampler=0)  # a sampler's weights are temporary
     samples.stored(run, 3)
     await samples.save(run, 4, name="lost")
-    samples.saved.lost(samples.saved.unstored()[0].ref, "gone")
+    samples.saved.fail_save(samples.saved.unstored()[0].ref, "gone")
     assert await checkpoints.stored_bytes(A) == (1, 5)
     assert await checkpoints.stored_bytes(B) == (0, 0)
 

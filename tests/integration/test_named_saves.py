@@ -94,7 +94,7 @@ async def test_a_replaced_worker_stores_and_loses_nothing(samples: Samples) -> N
     with pytest.raises(Fenced):
         samples.stored(run, 1)
     with pytest.raises(Fenced):
-        samples.saved.lost(ref_of(run, 1), "gone")
+        samples.saved.fail_save(ref_of(run, 1), "gone")
     assert samples.log.everything() == before
 
 
@@ -104,7 +104,7 @@ async def test_a_successor_stores_what_its_predecessor_owed(samples: Samples) ->
     epoch = samples.log.new_worker().epoch
     successor = SavedWeights(samples.log.redis, POOL, WORKER, epoch)
     assert [weights.ref for weights in successor.unstored()] == [ref_of(run, 1)]
-    assert successor.stored(ref_of(run, 1), "digest", 5)
+    assert successor.mark_stored(ref_of(run, 1), "digest", 5)
     assert await found(samples, run)
     assert samples.log.result(run, 1)
 
@@ -117,7 +117,7 @@ async def test_the_end_of_a_save_is_told(samples: Samples, is_lost: bool) -> Non
         heard.subscribe(redis_keys.notify_results())
         assert heard.get_message(timeout=120) is None  # that it has subscribed
         if is_lost:
-            samples.saved.lost(ref_of(run, 1), "gone")
+            samples.saved.fail_save(ref_of(run, 1), "gone")
         else:
             samples.stored(run, 1)
         message = heard.get_message(timeout=120)
@@ -236,15 +236,15 @@ async def test_a_name_is_free_again_once_its_checkpoint_expired(samples: Samples
 async def test_a_lost_save_fails_and_frees_its_name(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x", kind="weights", external=True)
-    assert samples.saved.knows_external(external_folder(ref_of(run, 1)))
+    assert samples.saved.has_external(external_folder(ref_of(run, 1)))
     for _ in range(2):
-        samples.saved.lost(ref_of(run, 1), "The weights were lost.")
+        samples.saved.fail_save(ref_of(run, 1), "The weights were lost.")
     result = samples.log.result(run, 1)
     assert result
     assert result.json() == {"error": "The weights were lost.", "category": "server"}
     assert samples.saved.unstored() == []
     assert samples.saved.weights(ref_of(run, 1)) is None
-    assert not samples.saved.knows_external(external_folder(ref_of(run, 1)))
+    assert not samples.saved.has_external(external_folder(ref_of(run, 1)))
     assert samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
     assert not samples.stored(run, 1)
     await samples.checkpoint(run, 2, "x", kind="weights")
@@ -256,7 +256,7 @@ async def test_only_owed_names_can_be_lost(samples: Samples) -> None:
     await samples.save(run, 2, sampler=0)
     before = samples.log.everything()
     for seq in (1, 2, 3):
-        samples.saved.lost(ref_of(run, seq), "The weights were lost.")
+        samples.saved.fail_save(ref_of(run, seq), "The weights were lost.")
     assert samples.log.everything() == before
 
 
@@ -274,7 +274,7 @@ async def test_a_run_ends_with_its_last_save(samples: Samples, is_lost: bool) ->
     await samples.save(run, 1, name="x", last=True)
     await samples.log.submit(run, 2)
     if is_lost:
-        samples.saved.lost(ref_of(run, 1), "gone")
+        samples.saved.fail_save(ref_of(run, 1), "gone")
     else:
         samples.stored(run, 1)
     assert (await samples.records.run(A, run.id)).state is RunState.CLOSED
@@ -305,10 +305,10 @@ async def test_external_files_tell_their_size_and_are_known_by_their_folder(samp
     samples.stored(run, 1, size=123)
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1, "size_bytes": 123})
     folder = external_folder(ref_of(run, 1))
-    assert samples.saved.knows_external(folder)
+    assert samples.saved.has_external(folder)
     samples.log.redis.delete(redis_keys.checkpoint(run.id, "external_weights", "x"))
     samples.saved.forget_weights(ref_of(run, 1))
-    assert not samples.saved.knows_external(folder)
+    assert not samples.saved.has_external(folder)
 
 
 async def test_an_optimizer_state_goes_with_the_last_weights_that_have_it(samples: Samples) -> None:
@@ -321,10 +321,10 @@ async def test_an_optimizer_state_goes_with_the_last_weights_that_have_it(sample
     assert (weights.has_optimizer, weights.optimizer_digest) == (True, "adam")
     assert await samples.records.weights(ref_of(run, 1)) == weights
     for seq in (1, 2):
-        assert samples.saved.knows_optimizer("adam")
+        assert samples.saved.has_optimizer("adam")
         samples.log.redis.delete(redis_keys.checkpoint(run.id, "weights", f"n{seq}"))
         samples.saved.forget_weights(ref_of(run, seq))
-    assert not samples.saved.knows_optimizer("adam")
+    assert not samples.saved.has_optimizer("adam")
 
 
 async def test_a_large_answer_of_a_save_comes_from_the_spool(samples: Samples) -> None:

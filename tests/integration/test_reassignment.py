@@ -152,7 +152,7 @@ async def test_an_owed_save_goes_to_the_heir_with_its_run(samples: Samples) -> N
     assert log.redis.hget(redis_keys.log(POOL, run.id), "worker") == HEIR.encode()
     with pytest.raises(Fenced):
         samples.stored(run, 1)
-    assert saved.stored(owed.ref, "digest", 10)
+    assert saved.mark_stored(owed.ref, "digest", 10)
     assert log.result(run, 1)
     assert saved.unstored() == []
 

@@ -138,7 +138,7 @@ async def test_weights_that_are_not_stored_are_sampled_by_the_worker_that_has_th
     assert [first.request, *(claimed.request for claimed in rest)] == [*of_fresh, again]
 
     assert fresh.weights
-    assert samples.saved.stored(fresh.weights, "d" * 64, 10)
+    assert samples.saved.mark_stored(fresh.weights, "d" * 64, 10)
     (stored,) = await samples.submit(fresh, 2)
     assert [claimed.request for claimed in other.claim(9)] == [stored]
 
@@ -163,7 +163,7 @@ async def test_what_waits_for_a_worker_that_is_gone_runs_elsewhere_once_it_can(s
     other = samples.new_worker(OTHER_WORKER)
     assert other.claim(9) == []  # its weights are in the memory of w0, or in the log
     assert fresh.weights
-    samples.saved.stored(fresh.weights, "d" * 64, 10)
+    samples.saved.mark_stored(fresh.weights, "d" * 64, 10)
     samples.beat(WORKER)
     assert other.claim(9) == []  # w0 lives: it will come to it
     samples.log.redis.delete(redis_keys.worker(POOL, WORKER))

@@ -65,9 +65,9 @@ async def test_a_save_without_a_name_makes_a_sampler_at_once(samples: Samples) -
 async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> None:
     run = await samples.log.new_run()
     step, saves = await samples.save(run, 1, name="x")
-    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     await samples.save(run, 2, name="x")
-    samples.saved.stored(ref_of(run, 2), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 2), DIGEST, 10)
     before = samples.log.everything()
     results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
@@ -82,12 +82,12 @@ async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> No
 async def test_the_first_digest_stays(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x")
-    assert samples.saved.stored(ref_of(run, 1), DIGEST, 10)
-    assert samples.saved.stored(ref_of(run, 1), OTHER_DIGEST, 11)
+    assert samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
+    assert samples.saved.mark_stored(ref_of(run, 1), OTHER_DIGEST, 11)
     weights = samples.saved.weights(ref_of(run, 1))
     assert weights == replace(await samples.records.weights(ref_of(run, 1)), digest=DIGEST, size=10)
     assert samples.saved.unstored() == []
-    assert (samples.saved.knows(DIGEST), samples.saved.knows(OTHER_DIGEST)) == (True, False)
+    assert (samples.saved.has_content(DIGEST), samples.saved.has_content(OTHER_DIGEST)) == (True, False)
 
 
 async def test_a_name_given_again_moves_and_samplers_keep_what_they_have(samples: Samples) -> None:
@@ -97,7 +97,7 @@ async def test_a_name_given_again_moves_and_samplers_keep_what_they_have(samples
     await samples.records.create_sampler(old)
     await samples.save(run, 2, name="x")
     for seq in (1, 2):
-        samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+        samples.saved.mark_stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     assert (await samples.records.checkpoint(A, path_of(run))).weights == ref_of(run, 2)
     assert (await samples.records.sampler(A, old.id)).weights == ref_of(run, 1)
     assert unused(samples) == []
@@ -112,7 +112,7 @@ async def test_a_checkpoint_goes_when_its_tenant_said_so(samples: Samples) -> No
     await samples.save(run, 1, name="soon", expires_at=time.time() + 3600)
     await samples.save(run, 2, name="past", expires_at=time.time() - 1)
     for seq in (1, 2):
-        samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+        samples.saved.mark_stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     soon = await samples.records.checkpoint(A, path_of(run, "soon"))
     life_ms = samples.log.redis.pttl(redis_keys.checkpoint(run.id, "sampler_weights", "soon"))
     assert life_ms == pytest.approx(3600e3, abs=60e3)
@@ -127,7 +127,7 @@ async def test_naming_again_without_a_time_lets_a_checkpoint_live(samples: Sampl
     await samples.save(run, 1, name="x", expires_at=time.time() + 3600)
     await samples.save(run, 2, name="x")
     for seq in (1, 2):
-        samples.saved.stored(ref_of(run, seq), DIGEST, 10)
+        samples.saved.mark_stored(ref_of(run, seq), DIGEST, 10)
     assert samples.log.redis.pttl(redis_keys.checkpoint(run.id, "sampler_weights", "x")) == -1
 
 
@@ -136,7 +136,7 @@ async def test_weights_that_are_not_stored_yet_are_not_unused(samples: Samples) 
     await samples.save(run, 1, sampler=0)
     samples.log.redis.delete(redis_keys.sampler(sampler_record().id))
     assert unused(samples) == []
-    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     assert unused(samples) == [ref_of(run, 1)]
 
 
@@ -144,15 +144,15 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
     run = await samples.log.new_run()
     for seq in (1, 2):
         await samples.save(run, seq, sampler=seq)
-        samples.saved.stored(ref_of(run, seq), DIGEST, 10)
+        samples.saved.mark_stored(ref_of(run, seq), DIGEST, 10)
     assert not samples.saved.forget_weights(ref_of(run, 1))  # a sampler uses it
     for number in (1, 2):
         samples.log.redis.delete(redis_keys.sampler(sampler_record(number=number).id))
     assert unused(samples) == [ref_of(run, 1), ref_of(run, 2)]
     assert not samples.saved.forget_weights(ref_of(run, 1))
-    assert samples.saved.knows(DIGEST)
+    assert samples.saved.has_content(DIGEST)
     assert samples.saved.forget_weights(ref_of(run, 2))
-    assert not samples.saved.knows(DIGEST)
+    assert not samples.saved.has_content(DIGEST)
     assert not samples.saved.forget_weights(ref_of(run, 2))
     assert (unused(samples), samples.saved.weights(ref_of(run, 2))) == ([], None)
     assert not [name for name in samples.log.everything() if b"weights" in name]
@@ -165,7 +165,7 @@ async def test_all_weights_are_looked_at_however_many(samples: Samples, monkeypa
     run = await samples.log.new_run()
     for seq in range(1, 6):
         await samples.save(run, seq, name="x")
-        samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+        samples.saved.mark_stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     assert unused(samples) == [ref_of(run, seq) for seq in range(1, 5)]
 
 
@@ -176,7 +176,7 @@ async def test_forgotten_weights_are_neither_stored_nor_sampled(samples: Samples
     assert not samples.saved.forget_weights(ref_of(run, 1))
     assert samples.saved.unstored() == []
     before = samples.log.everything()
-    assert not samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    assert not samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     with pytest.raises(CheckpointNotFound):
         await samples.records.create_sampler(sampler_record(weights=ref_of(run, 1)))
     assert samples.log.everything() == before
@@ -188,7 +188,7 @@ async def test_a_replaced_worker_changes_no_weights(samples: Samples) -> None:
     samples.new_worker()
     before = samples.log.everything()
     with pytest.raises(Fenced):
-        samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+        samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     with pytest.raises(Fenced):
         samples.saved.forget_weights(ref_of(run, 1))
     assert samples.log.everything() == before
@@ -201,7 +201,7 @@ async def test_the_log_is_not_cut_past_a_save_that_is_not_stored(samples: Sample
     assert not samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
     assert samples.log.everything() == before
     assert samples.log.execution.register_snapshot(run.id, 0, "file", "sha")
-    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     assert samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
 
 
@@ -213,7 +213,7 @@ async def test_a_closed_run_is_kept_until_its_saves_are_stored(samples: Samples)
     position = samples.log.execution.logs.position(run.id)
     assert position
     assert position.state is RunState.CLOSED
-    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     assert samples.log.execution.forget(run.id)
     assert unused(samples) == []  # a sampler uses them still
     await samples.records.sampler(A, sampler_record().id)
@@ -251,7 +251,7 @@ async def test_a_save_never_takes_the_place_of_a_sampler(samples: Samples) -> No
     first = await samples.sampler(number=3)
     await samples.save(run, 1, sampler=3)
     assert await samples.records.sampler(A, first.id) == first
-    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     assert unused(samples) == [ref_of(run, 1)]
 
 
@@ -302,5 +302,5 @@ async def test_what_a_replay_must_make_again_is_listed_by_age(samples: Samples) 
         made.append(saves[run.id, seq].weights)
     assert samples.saved.unstored() == made
     assert weights_record(run, 1).ref == ref_of(run, 1)
-    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.mark_stored(ref_of(run, 1), DIGEST, 10)
     assert samples.saved.unstored() == made[1:]

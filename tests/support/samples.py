@@ -165,7 +165,7 @@ class Samples:
     def stored(self, run: RunRecord, seq: int, size: int = 10, optimizer: str = "") -> bool:
         """Mark the files of a save as durable. Each has its own content."""
         ref = WeightsRef(f"{run.id}:{seq}")
-        return self.saved.stored(ref, f"digest of {ref}", size, optimizer)
+        return self.saved.mark_stored(ref, f"digest of {ref}", size, optimizer)
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Return the (waiting, running, bytes) of a tenant."""

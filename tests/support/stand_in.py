@@ -81,7 +81,7 @@ class StandIn:
     def store(self, owed: Sequence[WeightsRecord]) -> None:
         """Mark the files of saves as durable. A second call has no effect."""
         for weights in owed:
-            self.saved.stored(weights.ref, *FILES, optimizer_of(weights))
+            self.saved.mark_stored(weights.ref, *FILES, optimizer_of(weights))
 
     def claim(self) -> list[ClaimedSample]:
         """Claim every waiting sample request."""

@@ -221,7 +221,7 @@ class Execution:
         process, with the tokens executed so far. Each is the first such op of its run.
 
         `saves` are the records of the successful SAVE ops. The result of a named save appears only when its weights are
-        stored (`SavedWeights.stored`). If its name is in use, it fails here and has no weights.
+        stored (`SavedWeights.mark_stored`). If its name is in use, it fails here and has no weights.
 
         * `record` is kept in the history of cycles.
         * `counted` is added to the pool's totals, and `usage` to the tenants' usage.
@@ -302,7 +302,7 @@ class Execution:
         return bool(self._forget({**self._own, "run": run}) == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
-        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
+        """End a run whose last save failed; `SavedWeights.mark_stored` ends one whose last save succeeded.
 
         Pending ops fail, as after `Intake.close_run`. Idempotent.
         """

@@ -24,7 +24,7 @@ from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Ended, Event, Generation, Idle, NewTokens
 from cotrain_server.text_apis.message_parts import MessageFormat, MessageParts, Segment, shown_tokens
 from cotrain_server.text_apis.prompts import Chat, Target, accepted_chat, find_target
-from cotrain_server.text_apis.route import REFUSED, Refusal, refusal_of
+from cotrain_server.text_apis.route import ANSWERED, Refusal, refusal_of
 from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from cotrain_store.bodies.sample_body import SampleBody
@@ -146,7 +146,7 @@ async def _stream(generation: Generation, format: Format) -> AsyncIterator[str]:
         async for happened in generation.events():
             for sent in _sent(format, happened):
                 yield sent
-    except REFUSED as error:
+    except ANSWERED as error:
         yield format.failure(refusal_of(error))
 
 

@@ -22,7 +22,7 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 #: Errors that are answered to the tenant. The middleware catches all others.
-REFUSED = (StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
+ANSWERED = (StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
 #: Codes of requests whose `model` is unknown, deleted or malformed.
 _NO_MODEL_CODES = frozenset(
     reason.code
@@ -64,7 +64,7 @@ class InferenceRoute(DataRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except REFUSED as error:
+            except ANSWERED as error:
                 refusal = refusal_of(error)
                 metrics.REQUESTS_REJECTED.labels(refusal.code).inc()
                 body = self.error_body(refusal, request.state.request_id)
@@ -142,7 +142,7 @@ STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json"
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Return a refusal for an error of REFUSED. Errors that no tenant can cause reveal no details."""
+    """Return a refusal for an error of ANSWERED. Errors that no tenant can cause reveal no details."""
     if isinstance(error, RequestValidationError):
         return Refusal(400, sentence(error.errors()), "invalid")
     if isinstance(error, HTTPException):

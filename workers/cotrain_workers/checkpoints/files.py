@@ -126,9 +126,9 @@ class CheckpointFiles:
     def _orphans(self, saved: SavedWeights) -> Iterator[tuple[str, tuple[list[Blob], Callable[[str], bool]]]]:
         """Yield unfinished groups, and unreferenced groups of this base model, by their keys."""
         for prefix, sign, is_known in (
-            ("weights", CONFIG, saved.knows),
-            ("optimizers", "", saved.knows_optimizer),
-            ("external", OWNER, saved.knows_external),
+            ("weights", CONFIG, saved.has_content),
+            ("optimizers", "", saved.has_optimizer),
+            ("external", OWNER, saved.has_external),
         ):
             for key, blobs in _groups(self.blobs.list(prefix), sign).items():
                 if is_known(_name(key)):

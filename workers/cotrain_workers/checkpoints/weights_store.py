@@ -134,7 +134,7 @@ class WeightsStore:
     def give_up(self, ref: WeightsRef) -> None:
         """Abandon weights that no replay can restore: a named save fails."""
         log.error("weights_lost", weights=ref)
-        self._saved.lost(ref, LOST)
+        self._saved.fail_save(ref, LOST)
         self._unstored.pop(ref, None)
         self._given_up.add(ref)
 
@@ -278,7 +278,7 @@ class WeightsStore:
                 self._write(entry)
                 return
             failpoint("weights.before_stored", ref)
-            is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
+            is_wanted = self._saved.mark_stored(ref, written.digest, written.size, written.optimizer_digest)
         failpoint("weights.stored", ref)
         # Only now: while Redis is unavailable they stay written and unstored.
         del self._unstored[ref]
