@@ -79,8 +79,8 @@ FAILPOINTS = [
     variant(Failpoint("commit", 2)),
     Failpoint("commit", 2, after=True),
     variant(Failpoint("register_snapshot", 1, after=True)),
-    Failpoint("stored", 1, of_weights=True),
-    variant(Failpoint("stored", 1, after=True, of_weights=True)),
+    Failpoint("mark_stored", 1, of_weights=True),
+    variant(Failpoint("mark_stored", 1, after=True, of_weights=True)),
 ]
 
 
@@ -213,7 +213,7 @@ async def test_a_save_that_no_replay_can_redo_fails_and_is_not_listed(
     run = await server.create("a", "a", LORA)
     await submit(server, run, 1, STEP)
     owed = await submit_state(server, run, STEP + 1)
-    async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
+    async with dying_worker(server, engine, Failpoint("mark_stored", of_weights=True)):
         pass
     engine.adapters.drop(run.id)
     redis.hdel(redis_keys.bodies(POOL, run.id), "1")

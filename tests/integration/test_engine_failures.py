@@ -210,7 +210,7 @@ async def test_no_write_runs_beside_a_part_that_may_kill(
     saved, run = [await server.create(name, name, LORA) for name in ("a", "b")]
     await submit(server, saved, 1, 2)
     await submit_save(server, saved, 3, number=0)
-    async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
+    async with dying_worker(server, engine, Failpoint("mark_stored", of_weights=True)):
         pass
     requests = await submit(server, run, 1, 4)
     for _ in range(MAX_CRASHES):

@@ -61,7 +61,7 @@ async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
 
 @pytest.mark.parametrize(
     "failpoint",
-    [variant(Failpoint("commit", 1)), Failpoint("commit", 1, after=True), Failpoint("stored", 1, of_weights=True)],
+    [variant(Failpoint("commit", 1)), Failpoint("commit", 1, after=True), Failpoint("mark_stored", 1, of_weights=True)],
     ids=lambda failpoint: f"{failpoint.method}-{failpoint.after}",
 )
 async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is_killed(
@@ -126,8 +126,8 @@ async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
         variant(Failpoint("bodies", 1)),
         variant(Failpoint("commit", 1)),
         Failpoint("commit", 1, after=True),
-        Failpoint("stored", 1, of_weights=True),
-        variant(Failpoint("stored", 1, after=True, of_weights=True)),
+        Failpoint("mark_stored", 1, of_weights=True),
+        variant(Failpoint("mark_stored", 1, after=True, of_weights=True)),
     ],
     ids=str,
 )

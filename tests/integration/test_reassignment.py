@@ -296,7 +296,7 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
         Failpoint("commit", 1),
         Failpoint("commit", 1, after=True),
         variant(Failpoint("commit", 2)),
-        variant(Failpoint("stored", of_weights=True)),
+        variant(Failpoint("mark_stored", of_weights=True)),
     ],
     ids=str,
 )
@@ -330,7 +330,7 @@ async def test_a_successor_samples_from_weights_that_it_must_still_restore(
     run = await server.create("a", "a", LORA)
     await submit(server, run, 1, STEP)
     save = await submit_save(server, run, STEP + 1)
-    async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
+    async with dying_worker(server, engine, Failpoint("mark_stored", of_weights=True)):
         await server.result(run, save)
     sampler = await server.records.sampler(run.tenant, "a:sample:0")
     request = await submit_sample(server, sampler, 1)

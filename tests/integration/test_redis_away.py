@@ -158,7 +158,7 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
 
 
 @pytest.mark.parametrize("then_does", [variant(False), True], ids=["before", "after"])
-@pytest.mark.parametrize("method", ["claim", "resolve", "cancelled", "weights", "stored"])
+@pytest.mark.parametrize("method", ["claim", "resolve", "cancelled", "weights", "mark_stored"])
 async def test_a_lost_connection_loses_no_sample_and_no_weights(
     server: Stack, engine: Engine, method: str, then_does: bool
 ) -> None:

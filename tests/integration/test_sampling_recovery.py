@@ -68,9 +68,9 @@ FAILPOINTS = [
     variant(Failpoint("commit", 1)),
     variant(Failpoint("commit", 1, after=True)),
     Failpoint("commit", 2, after=True),
-    Failpoint("stored", of_weights=True),
-    variant(Failpoint("stored", after=True, of_weights=True)),
-    variant(Failpoint("stored", 2, of_weights=True)),
+    Failpoint("mark_stored", of_weights=True),
+    variant(Failpoint("mark_stored", after=True, of_weights=True)),
+    variant(Failpoint("mark_stored", 2, of_weights=True)),
     Failpoint("register_snapshot", 1, after=True),
 ]
 
@@ -125,7 +125,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
 ) -> None:
     run = await server.create("a", "a", LORA)
     await train_and_save(server, run)
-    async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
+    async with dying_worker(server, engine, Failpoint("mark_stored", of_weights=True)):
         pass
     await server.intake.close_run(run)
     engine.adapters.drop(run.id)
