@@ -184,7 +184,7 @@ def _runs(worker: WorkerHeartbeat) -> tuple[int, WorkerId]:
 
 
 #: Interval between comparisons of the loads.
-LOOK_S = 1.0
+COMPARE_EVERY_S = 1.0
 #: Minimum difference of work between two workers: two clock periods; MEMORY_S has about six.
 DIFFERENCE_S = 20.0
 #: Minimum duration of that difference.
@@ -277,7 +277,7 @@ class Rebalancing:
         self._balance = Balance()
         self._since: dict[RunId, float] = {}
         self._moved: dict[RunId, float] = {}
-        self._looked_at = 0.0
+        self._compared_at = 0.0
 
     async def moving_runs(
         self,
@@ -296,8 +296,8 @@ class Rebalancing:
             return frozenset()
         self._since = {move.run: self._since.get(move.run, now) for move in wanted}
         moving = {move.run for move in wanted if await self._is_under_way(move, workers, now)}
-        if not wanted and not 0 <= now - self._looked_at < LOOK_S:
-            self._looked_at = now
+        if not wanted and not 0 <= now - self._compared_at < COMPARE_EVERY_S:
+            self._compared_at = now
             moving |= await self._even_out(workers, waiting_tokens, recent, now)
         return frozenset(moving)
 
@@ -325,7 +325,7 @@ class Rebalancing:
         moving = set()
         for run, to in self._balance.moves(loads, now, self._moved):
             self._moved[run] = now
-            if await self._dispatch.ask_move(self._pool, run, to):
+            if await self._dispatch.request_move(self._pool, run, to):
                 moving.add(run)
                 recent.settle(run, to, now)
                 log.info("move_asked", pool=self._pool, run=run, to=to)

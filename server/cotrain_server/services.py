@@ -28,13 +28,13 @@ from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
 from cotrain_store.tenants.quotas import OwnQuotas
 from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.usage import Usage
-from cotrain_store.weights import Checkpoints
 
 log = structlog.get_logger()
 
@@ -77,7 +77,7 @@ class Services:
     body_memory: TenantUse = field(default_factory=body_memory)
     tenant_requests: TenantUse = field(default_factory=tenant_requests)
     parser: Parser = field(default_factory=Parser)
-    walks: TenantSlots = field(default_factory=TenantSlots)
+    scans: TenantSlots = field(default_factory=TenantSlots)
     """One slot per tenant for requests that send many sequential commands to Redis."""
     uploads: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_UPLOADS, MAX_UPLOADS))
     unpacking: asyncio.Lock = field(default_factory=asyncio.Lock)

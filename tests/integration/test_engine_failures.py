@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import RUN_STOPPED
+from cotrain_store.disk.stored_results import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, ResultKind

@@ -146,8 +146,8 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     assert [positions[run.id].failed for run in (ours, theirs)] == [1, 0]
     refusals = Refusals(connection)
     for _ in range(3):
-        refusals.note(TenantId("b"), Refused(Reason.QUEUE_FULL))
-    refusals.note(TenantId("b"), RunNotFound())  # the resource is missing
+        refusals.record(TenantId("b"), Refused(Reason.QUEUE_FULL))
+    refusals.record(TenantId("b"), RunNotFound())  # the resource is missing
     await refusals.store()
     found = await recent_failures(connection, time.time())
     assert list(found) == ["b", "a"]

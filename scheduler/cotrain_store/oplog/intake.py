@@ -15,8 +15,9 @@ from typing import Any
 import structlog
 
 from cotrain_store import redis_keys
+from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.disk.storage import UNLOADED, Capacity
+from cotrain_store.disk.stored_results import UNLOADED
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId, WeightsRef, encode, request_id

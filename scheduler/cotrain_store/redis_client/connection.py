@@ -46,7 +46,7 @@ _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: Transient errors, which callers retry: Redis is unavailable or rejects writes (full, read-only, busy …).
 CONNECTION_LOST = (*_UNANSWERED, *REFUSALS)
 #: Any error of Redis. Only for tasks that run until their process ends; they log the error and continue.
-ANY_TROUBLE = (RedisError,)
+ANY_REDIS_ERROR = (RedisError,)
 #: Required settings of Redis, so that an acknowledged write survives a kill and a power cut.
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 #: Maximum number of connections, for which callers queue. redis-py's default pool is unbounded, and fails under
@@ -228,8 +228,8 @@ async def _listen(connection: Connection, channel: str, receive: Callable[[bytes
                 await subscription.subscribe(channel)
                 async for message in subscription.listen():
                     await receive(None if message["type"] == "subscribe" else message["data"])
-        except ANY_TROUBLE as trouble:
-            note_trouble(f"listen {channel}", trouble)
+        except ANY_REDIS_ERROR as error:
+            log_redis_error(f"listen {channel}", error)
             await asyncio.sleep(RETRY_S)
 
 
@@ -239,11 +239,11 @@ async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) 
         await asyncio.sleep(every_s)
         try:
             await act()
-        except ANY_TROUBLE as trouble:
-            note_trouble(name, trouble)
+        except ANY_REDIS_ERROR as error:
+            log_redis_error(name, error)
 
 
-def note_trouble(name: str, trouble: Exception) -> None:
+def log_redis_error(name: str, error: Exception) -> None:
     """Log an error of Redis. Transient unavailability or full memory is not logged here, but by others."""
-    if isinstance(trouble, NEEDS_OPERATOR) or not isinstance(trouble, CONNECTION_LOST):
-        log.error("redis_error", task=name, error=str(trouble))
+    if isinstance(error, NEEDS_OPERATOR) or not isinstance(error, CONNECTION_LOST):
+        log.error("redis_error", task=name, error=str(error))

@@ -40,11 +40,11 @@ from cotrain_store.messages.ids import (
 )
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import (
-    ANY_TROUBLE,
+    ANY_REDIS_ERROR,
     CONNECTION_LOST,
     ChannelSubscriber,
     Connection,
-    note_trouble,
+    log_redis_error,
     replies,
 )
 from cotrain_store.redis_client.scripts import async_script
@@ -111,8 +111,8 @@ class DeliveryLog:
             rows = [{"tenant": tenant, "request": request} for tenant, request in some]
             try:
                 await self._results_sent({"sent": rows})
-            except ANY_TROUBLE as trouble:
-                note_trouble("strike off what was sent", trouble)
+            except ANY_REDIS_ERROR as error:
+                log_redis_error("flush deliveries", error)
                 return
             del self._unflushed[: len(some)]
 

@@ -26,7 +26,7 @@ local function note_drift(tenant, run, seq, found)
   if gap <= limit then
     redis.call('HDEL', key, 'drifts')
   elseif redis.call('HSETNX', key, 'drifts', seq) == 1 then
-    note_event(tenant, 'run.drift', { training_run_id = run, seq = seq, rollout_gap = gap, limit = limit })
+    queue_event(tenant, 'run.drift', { training_run_id = run, seq = seq, rollout_gap = gap, limit = limit })
   end
 end
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cotrain_server.probe import probe, write_troubles
+from cotrain_server.probe import probe, write_problems
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
 from cotrain_server.supervisor.logs import follow, mend_log
 from cotrain_server.supervisor.process import CannotServe, Child, Program
@@ -52,7 +52,7 @@ class Supervisor:
     """Called after a complete start with the address, and a key if one was created. Only its hash is stored."""
     _stages: list[list[Child]] = field(default_factory=list)
     _kept: list[asyncio.Task[None]] = field(default_factory=list)
-    _troubles: dict[str, str] = field(default_factory=dict)
+    _problems: dict[str, str] = field(default_factory=dict)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _refusal: str | None = None
     _was_ready: bool = False
@@ -71,7 +71,7 @@ class Supervisor:
         folder = DataFolder(self.plan.data_dir)
         folder.check_writable()
         lock = await _locked(folder)
-        write_troubles(folder.path, {})
+        write_problems(folder.path, {})
         self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")
         with listen(self.plan.host, self.plan.port) as listener:
             starting = asyncio.create_task(self._start(folder, lock, listener))
@@ -190,13 +190,13 @@ class Supervisor:
         self._stop.set()
         return True
 
-    def _report(self, folder: DataFolder, process: str, trouble: str | None) -> None:
+    def _report(self, folder: DataFolder, process: str, problem: str | None) -> None:
         if not self._owns_folder:
             return
-        self._troubles.pop(process, None)
-        if trouble is not None:
-            self._troubles[process] = trouble
-        write_troubles(folder.path, self._troubles)
+        self._problems.pop(process, None)
+        if problem is not None:
+            self._problems[process] = problem
+        write_problems(folder.path, self._problems)
 
 
 async def store_exit(redis_url: str, base_model: str, worker: str, last: WorkerExit) -> None:

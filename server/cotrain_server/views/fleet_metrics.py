@@ -24,8 +24,8 @@ from cotrain_store.monitoring.failures import most_failures
 from cotrain_store.monitoring.fleet import PoolStatus, QueueStatus, RedisStatus, read_fleet, sum_of
 from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.checkpoints import largest_checkpoint_bytes
 from cotrain_store.tenants.policies import largest_run_bytes
-from cotrain_store.weights import largest_checkpoint_bytes
 
 #: Default scrape timeout of Prometheus in seconds.
 TIMEOUT_S = 10.0

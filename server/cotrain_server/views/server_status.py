@@ -12,7 +12,7 @@ from typing import Any
 
 from cotrain.version import __version__
 from cotrain.wire.admin import FleetPool, FleetWorker, Restoring, WorkerShown
-from cotrain_server.probe import read_troubles
+from cotrain_server.probe import read_problems
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.messages.fleet import WorkerHeartbeat, restoring_text
@@ -71,7 +71,7 @@ def reasons_not_ready(services: Services, fleet: Fleet) -> list[str]:
 def _reasons(services: Services, of_fleet: list[str]) -> list[str]:
     """Add the reasons of this process, of the disk and of the supervisor."""
     draining = ["This process is draining."] if services.draining else []
-    return draining + of_fleet + _disk_reasons(services.settings) + read_troubles(services.settings.data_dir)
+    return draining + of_fleet + _disk_reasons(services.settings) + read_problems(services.settings.data_dir)
 
 
 def _restoring(fleet: Fleet) -> list[str]:

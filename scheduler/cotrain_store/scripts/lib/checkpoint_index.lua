@@ -25,7 +25,7 @@ local function strike_checkpoint(tenant, member)
   redis.call('SREM', 'cotrain:published', member)
 end
 
-local function strike_expired(tenant)
+local function remove_expired(tenant)
   local expiring = 'cotrain:tenant:' .. tenant .. ':expiring'
   local soon = tonumber(redis.call('TIME')[1]) + SOON_S
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', expiring, '-inf', soon)) do

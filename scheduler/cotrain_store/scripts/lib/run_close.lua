@@ -20,7 +20,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     set_given_up(log, queue, 0, 0)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
     if row[1] == 'live' then
-      note_event(tenant, state == 'failed' and 'run.failed' or 'run.ended', { training_run_id = run })
+      queue_event(tenant, state == 'failed' and 'run.failed' or 'run.ended', { training_run_id = run })
     end
     redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
     redis.call('ZREM', prefix .. 'ready', run)

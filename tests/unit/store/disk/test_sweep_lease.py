@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cotrain_store.disk.sweep_lease import LEASE_MS, SweepLease
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.weights import LEASE_MS, SweepLease
 from tests.support.redis_server import EmbeddedRedis
 
 
