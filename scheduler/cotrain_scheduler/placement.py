@@ -1,12 +1,8 @@
 """Placement of runs on the workers of a pool: new runs, runs of lost or drained workers, and moves. Times in seconds.
 
-The decisions are pure. `Rebalancing` requests moves, pauses their runs, and cancels moves that fail.
-
-A new run goes to the worker that would finish it first: the one with the least load in seconds. The load is its
-pending and its recent tokens, divided by its measured tokens per second. The number of its runs is no measure.
-Most runs are idle, and one may send more tokens than a hundred others.
-
-A run stays on its worker while the balance is good enough: a move costs a copy, and delays its requests.
+A new run goes to the worker with the least load: its pending and recent tokens, divided by its measured tokens per
+second. The number of its runs is no measure: most runs are idle, and one may send more tokens than a hundred others.
+A run stays on its worker while the balance is good enough, because a move costs a copy and delays its requests.
 """
 
 from __future__ import annotations
@@ -269,7 +265,7 @@ def _parts(load: Load, resting: Container[RunId]) -> dict[RunId, float]:
 
 
 class Rebalancing:
-    """Moves of one pool, by the operator and by the scheduler."""
+    """Moves of one pool, by the operator and by the scheduler. Requests them, and cancels those that fail."""
 
     def __init__(self, dispatch: Dispatch, pool: PoolId) -> None:
         self._dispatch = dispatch

@@ -1,16 +1,8 @@
-"""Scheduler of one pool: follow the changes of its queue, and plan for each idle worker.
+"""Scheduler of one pool: read the changes of its queue, decide, and write a step for each idle worker.
 
-A tick reads, decides and writes:
-
-1. Read the workers and the changes of the queue. The queue is in memory (`queue.py`) and follows the changes that
-   the scripts record in the same transaction. It is reloaded whenever changes may have been missed.
-2. Decide for each idle worker, with pure functions: runs to place and move (`placement.py`), start and ops (`planner.py`).
-3. Write the step, then update the queue in memory.
-
-The file also contains:
-
-* the span of a plan, which is the root of its cycle's trace if any op is traced;
-* `HostTime`, which detects that the host's clock was set.
+The queue is in memory (`queue.py`) and follows the changes that the scripts record in the same transaction. It is
+reloaded whenever changes may have been missed. The decisions are pure functions: `placement.py` places and moves runs,
+`planner.py` selects the start and the ops of a cycle.
 """
 
 import math

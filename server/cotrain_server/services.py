@@ -21,7 +21,7 @@ from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, open_batching_connection
-from cotrain_store.results.delivery import Completions
+from cotrain_store.results.completions import Completions
 from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.sampling.token_stream import TokenStream

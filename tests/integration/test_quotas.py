@@ -18,7 +18,7 @@ from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake
 from cotrain_store.redis_client.connection import CONNECTION_LOST, repeat, stop_tasks
-from cotrain_store.results.delivery import DeliveryLog
+from cotrain_store.results.delivery_log import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.tenants.quotas import Quotas
 from cotrain_store.tenants.records import Records

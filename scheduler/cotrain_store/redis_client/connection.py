@@ -1,14 +1,4 @@
-"""Connections to Redis, the check of its durability settings, subscriptions, and the store's clock.
-
-All classes with a role in the store (intake, dispatch, execution, futures, records, tenants, status, sampling)
-get their connection from here. A Redis that could lose acknowledged writes is rejected.
-
-A subscription is renewed after Redis was unavailable. Messages are lost while it is down. After each (re)subscription
-the subscriber must therefore reload everything.
-
-The store's clock starts at a time of day, and the leading scheduler advances it. Unlike the clocks of the host
-and of Redis, it never jumps, and it stops while no scheduler runs.
-"""
+"""Connections to Redis, the check of its durability settings, subscriptions, and the store's clock."""
 
 import asyncio
 import time
@@ -181,7 +171,11 @@ async def replies(connection: Connection, commands: Iterable[tuple[Any, ...]]) -
 
 
 async def clock_ms(connection: Connection) -> int:
-    """Return the store's clock in ms. Before the first scheduler it is the host's clock."""
+    """Return the store's clock in ms. Before the first scheduler it is the host's clock.
+
+    It starts at a time of day, and the leading scheduler advances it. Unlike the clocks of the host and of Redis, it
+    never jumps, and it stops while no scheduler runs.
+    """
     return parse_ms(await connection.get(redis_keys.clock()))
 
 
@@ -197,7 +191,8 @@ RETRY_S = 0.2
 class ChannelSubscriber:
     """Subscriber that calls `receive` with each message of a channel, and with None after each subscription.
 
-    `others` are tasks that run during the same time.
+    The subscription is renewed after Redis was unavailable. Messages are lost while it is down, so `receive` must
+    reload everything for None. `others` are tasks that run during the same time.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ from cotrain_store.redis_client.connection import (
     repeat,
     replies,
 )
-from cotrain_store.results.delivery import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
+from cotrain_store.results.delivery_log import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
 from cotrain_store.results.queue_notice import (
     Backlogs,
     client_seq,

@@ -22,7 +22,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord, Tenant
-from cotrain_store.results.delivery import Completion
+from cotrain_store.results.completions import Completion
 from cotrain_store.results.futures import Pending
 
 log = structlog.get_logger()

@@ -30,7 +30,7 @@ from cotrain_store.monitoring.metrics import TENANTS_SHOWN
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.redis_client.clients import REFUSALS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.results.delivery import max_unread, unread_bytes
+from cotrain_store.results.delivery_log import max_unread, unread_bytes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import largest_run_bytes, run_bytes
 
