@@ -23,7 +23,8 @@ from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import log_requests, named, nanoseconds, trace_id, traceparent_of, tracer
+from cotrain_store.monitoring.logs import log_requests
+from cotrain_store.monitoring.traces import named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings import ClockMode, SchedulerSettings
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.stored_results import UNLOADED
-from cotrain_store.disk.sweep_lease import SweepLease
+from cotrain_store.disk.sweep import SweepLease
 from cotrain_store.messages.ids import PoolId, RequestId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import WEIGHTS_FIELDS, CheckpointRecord, WeightsRecord, external_folder, weights_record

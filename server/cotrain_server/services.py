@@ -31,7 +31,7 @@ from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
-from cotrain_store.tenants.quotas import OwnQuotas
+from cotrain_store.tenants.quotas import CachedQuotas
 from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.usage import Usage
@@ -55,7 +55,7 @@ class Services:
     tenants: Tenants
     policies: Policies
     pauses: PauseRecords
-    quotas: OwnQuotas
+    quotas: CachedQuotas
     records: Records
     checkpoints: Checkpoints
     intake: JointIntake
@@ -125,7 +125,7 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
         await _take_keys(tenants, settings)
         reserve_bytes = settings.disk_reserve_bytes
         policies = Policies(connection)
-        quotas = OwnQuotas(policies, settings.quotas)
+        quotas = CachedQuotas(policies, settings.quotas)
         records = Records(connection, quotas.of, settings.base_models)
         checkpoints = Checkpoints(connection)
         async with (

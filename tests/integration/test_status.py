@@ -15,7 +15,7 @@ from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerExit, Wor
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.failures import record_silent_exit, recorded_exit
 from cotrain_store.monitoring.fleet import QueueStatus, pool_status, read_fleet, read_pools, redis_status
-from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log

@@ -18,7 +18,7 @@ from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
 from cotrain_store.monitoring.fleet import pool_status
-from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants, cycle_records
+from cotrain_store.monitoring.recent_activity import TOP_MINUTES, busiest_tenants, cycle_records
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.lists import RunList

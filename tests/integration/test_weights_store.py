@@ -15,8 +15,8 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.blobs.protocol import ORPHAN_AGE_S
 from cotrain_store.disk.checksums import REMEDY, SUMS
+from cotrain_store.disk.sweep import ORPHAN_AGE_S
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.runs import WeightsRecord

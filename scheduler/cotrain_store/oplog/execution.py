@@ -14,7 +14,7 @@ from typing import Any
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, SpoolReferences
 from cotrain_store.disk.stored_results import RUN_STOPPED, UNLOADED, store_results
-from cotrain_store.disk.sweep_lease import SweepLease
+from cotrain_store.disk.sweep import SweepLease
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import OpId, PoolId, RunId, TenantId, WorkerId, decode, encode, request_id, seq_of

@@ -24,7 +24,7 @@ from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, T
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.messages.runs import RunRecord, RunState, pool_record
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import current_traceparent
+from cotrain_store.monitoring.traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import RunWeight, weigh_run

@@ -29,7 +29,7 @@ from cotrain_store.messages.ids import (
 )
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import current_traceparent
+from cotrain_store.monitoring.traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.quotas import Quotas, QuotasOf

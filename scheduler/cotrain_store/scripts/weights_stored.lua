@@ -39,7 +39,7 @@ else
   local tenant = cjson.decode(row[4]).tenant
   for _, user in ipairs(redis.call('SMEMBERS', weights .. ':users')) do
     if string.sub(user, 1, 2) == 's:' then
-      note_sampler_bytes(tenant, string.sub(user, 3), size)
+      record_sampler_bytes(tenant, string.sub(user, 3), size)
     end
   end
 end

@@ -27,7 +27,7 @@ from cotrain_store.monitoring.fleet import (
     sum_of,
 )
 from cotrain_store.monitoring.metrics import TENANTS_SHOWN
-from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_store.redis_client.clients import REFUSALS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.delivery_log import max_unread, unread_bytes
