@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench` lists them, one file each; their parts lie in the rooms below."""
+"""Benchmarks: `python -m bench` lists them, one file each; their parts are in the folders below."""

@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated reference pages."""
     # MkDocs restores it after its import
     sys.path[:0] = [str(ROOT), *(str(ROOT / package) for package in PACKAGES)]
-    from docs.rooms import modules_page
+    from docs.modules import modules_page
 
     for path, content in {
         "reference/python-client.md": client_page(),

@@ -24,7 +24,7 @@ from bench.support.processes import a_redis
 from bench.support.record import Args, Options, Report, Some, show
 from cotrain_store.disk.embedded_redis import find_redis_binary, redis_version
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.monitoring.logs_and_traces import configure_logs
+from cotrain_store.monitoring.logs import configure_logs
 
 #: Guarantees, as ratios.
 MAX_GROWTH = 2.0

@@ -38,7 +38,7 @@ from bench.load.null_worker import TOKENS_PER_OP
 from bench.support.record import Args, Options, Report, Some, show
 from bench.support.timing import percentile
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.monitoring.logs_and_traces import configure_logs
+from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.redis_client.connection import open_sync_connection
 
 # Small passes

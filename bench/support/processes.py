@@ -19,7 +19,7 @@ import psutil
 from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
-from cotrain_server.supervisor.process import TETHER
+from cotrain_server.supervisor.process import EXEC_WITH_PARENT
 from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command
 
 PATIENCE_S = 60.0
@@ -36,7 +36,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def tethered(command: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the command that becomes `command` and receives SIGTERM when this process has ended (`kill -9` included)."""
-    tether = [sys.executable, "-I", "-S", TETHER, os.getpid(), int(signal.SIGTERM)]
+    tether = [sys.executable, "-I", "-S", EXEC_WITH_PARENT, os.getpid(), int(signal.SIGTERM)]
     return [str(part) for part in (*tether, *command)]
 
 

@@ -14,7 +14,7 @@ from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.metrics_port import metrics_port, own_metrics
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.logs_and_traces import start_logs
+from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import check_store, open_connection, open_sync_connection

@@ -9,7 +9,7 @@ import structlog
 
 from cotrain_scheduler import planner
 from cotrain_scheduler.pool_clock import PoolClock
-from cotrain_scheduler.scaling import LOOK_S, PoolScaling
+from cotrain_scheduler.scaling import DECIDE_EVERY_S, PoolScaling
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import PoolId
@@ -26,7 +26,7 @@ RENEW_S = 1.0
 GAPS_S = 5.0
 #: Minimum interval between two ticks of a pool, in s: the runs of a cycle return one by one, and each wakes the
 #: scheduler. It is shorter than the minimum wait for them (`planner.GATHER_S`).
-LEAST_S = 0.003
+MIN_TICK_S = 0.003
 _RETRY_S = 0.2
 
 
@@ -76,7 +76,7 @@ class Clock:
                 wait_s = await act()
             except CONNECTION_LOST:
                 log.warning("redis_disconnected")
-                self._forget_queues()  # writes may have been lost or applied
+                self._reload_queues()  # writes may have been lost or applied
                 wait_s = _RETRY_S
             except Fenced:
                 log.warning("scheduler_fenced")
@@ -85,7 +85,7 @@ class Clock:
                 wait_s = RENEW_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(woken.wait(), max(0.0, began + wait_s - time.monotonic()))
-            if (early_s := began + LEAST_S - time.monotonic()) > 0:
+            if (early_s := began + MIN_TICK_S - time.monotonic()) > 0:
                 await asyncio.sleep(early_s)
 
     async def _keep_lead(self, tasks: asyncio.TaskGroup) -> float:
@@ -101,7 +101,7 @@ class Clock:
         if not leads:
             return RENEW_S
         if self._dispatch.epoch != epoch:
-            self._forget_queues()  # another scheduler led in between
+            self._reload_queues()  # another scheduler led in between
         await self._dispatch.pass_time()
         pools = await self._dispatch.pools()
         for pool in pools:
@@ -128,17 +128,17 @@ class Clock:
         self._pools[pool] = clock, woken
         scaling = PoolScaling(self._dispatch, pool, self._settings)
 
-        async def look() -> float:
-            return await clock.look() if self._leads else RENEW_S
+        async def tick() -> float:
+            return await clock.tick_now() if self._leads else RENEW_S
 
         async def scale() -> float:
             if self._leads:
-                await scaling.look(clock.waiting_tokens, self._policy.pauses)
+                await scaling.decide(clock.waiting_tokens, self._policy.pauses)
             else:
                 scaling.forget()
-            return LOOK_S
+            return DECIDE_EVERY_S
 
-        tasks.create_task(self._repeat(woken, look))
+        tasks.create_task(self._repeat(woken, tick))
         tasks.create_task(self._repeat(self._stopped, scale))
 
     async def _listen(self) -> None:
@@ -146,7 +146,7 @@ class Clock:
             try:
                 async for wake in self._dispatch.wakes():
                     if wake is None:  # the subscription is new, and Redis may be another server
-                        self._forget_queues()
+                        self._reload_queues()
                         self._wake_all()
                     elif wake.pool in self._pools:
                         clock, woken = self._pools[wake.pool]
@@ -155,9 +155,9 @@ class Clock:
             except CONNECTION_LOST:
                 await asyncio.sleep(_RETRY_S)
 
-    def _forget_queues(self) -> None:
+    def _reload_queues(self) -> None:
         for clock, _ in self._pools.values():
-            clock.forget_queue()
+            clock.reload_queue()
 
     def _wake_all(self) -> None:
         for _, woken in self._pools.values():

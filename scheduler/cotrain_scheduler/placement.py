@@ -1,12 +1,8 @@
 """Placement of runs on the workers of a pool: new runs, runs of lost or drained workers, and moves. Times in seconds.
 
-The decisions are pure. `Rebalancing` requests moves, pauses their runs, and cancels moves that fail.
-
-A new run goes to the worker that would finish it first: the one with the least load in seconds. The load is its
-pending and its recent tokens, divided by its measured tokens per second. The number of its runs is no measure.
-Most runs are idle, and one may send more tokens than a hundred others.
-
-A run stays on its worker while the balance is good enough: a move costs a copy, and delays its requests.
+A new run goes to the worker with the least load: its pending and recent tokens, divided by its measured tokens per
+second. The number of its runs is no measure: most runs are idle, and one may send more tokens than a hundred others.
+A run stays on its worker while the balance is good enough, because a move costs a copy and delays its requests.
 """
 
 from __future__ import annotations
@@ -184,7 +180,7 @@ def _runs(worker: WorkerHeartbeat) -> tuple[int, WorkerId]:
 
 
 #: Interval between comparisons of the loads.
-LOOK_S = 1.0
+COMPARE_EVERY_S = 1.0
 #: Minimum difference of work between two workers: two clock periods; MEMORY_S has about six.
 DIFFERENCE_S = 20.0
 #: Minimum duration of that difference.
@@ -269,7 +265,7 @@ def _parts(load: Load, resting: Container[RunId]) -> dict[RunId, float]:
 
 
 class Rebalancing:
-    """Moves of one pool, by the operator and by the scheduler."""
+    """Moves of one pool, by the operator and by the scheduler. Requests them, and cancels those that fail."""
 
     def __init__(self, dispatch: Dispatch, pool: PoolId) -> None:
         self._dispatch = dispatch
@@ -277,7 +273,7 @@ class Rebalancing:
         self._balance = Balance()
         self._since: dict[RunId, float] = {}
         self._moved: dict[RunId, float] = {}
-        self._looked_at = 0.0
+        self._compared_at = 0.0
 
     async def moving_runs(
         self,
@@ -296,8 +292,8 @@ class Rebalancing:
             return frozenset()
         self._since = {move.run: self._since.get(move.run, now) for move in wanted}
         moving = {move.run for move in wanted if await self._is_under_way(move, workers, now)}
-        if not wanted and not 0 <= now - self._looked_at < LOOK_S:
-            self._looked_at = now
+        if not wanted and not 0 <= now - self._compared_at < COMPARE_EVERY_S:
+            self._compared_at = now
             moving |= await self._even_out(workers, waiting_tokens, recent, now)
         return frozenset(moving)
 
@@ -325,7 +321,7 @@ class Rebalancing:
         moving = set()
         for run, to in self._balance.moves(loads, now, self._moved):
             self._moved[run] = now
-            if await self._dispatch.ask_move(self._pool, run, to):
+            if await self._dispatch.request_move(self._pool, run, to):
                 moving.add(run)
                 recent.settle(run, to, now)
                 log.info("move_asked", pool=self._pool, run=run, to=to)

@@ -1,16 +1,8 @@
-"""Scheduler of one pool: follow the changes of its queue, and plan for each idle worker.
+"""Scheduler of one pool: read the changes of its queue, decide, and write a step for each idle worker.
 
-A tick reads, decides and writes:
-
-1. Read the workers and the changes of the queue. The queue is in memory (`queue.py`) and follows the changes that
-   the scripts record in the same transaction. It is reloaded whenever changes may have been missed.
-2. Decide for each idle worker, with pure functions: runs to place and move (`placement.py`), start and ops (`planner.py`).
-3. Write the step, then update the queue in memory.
-
-The file also contains:
-
-* the span of a plan, which is the root of its cycle's trace if any op is traced;
-* `HostTime`, which detects that the host's clock was set.
+The queue is in memory (`queue.py`) and follows the changes that the scripts record in the same transaction. It is
+reloaded whenever changes may have been missed. The decisions are pure functions: `placement.py` places and moves runs,
+`planner.py` selects the start and the ops of a cycle.
 """
 
 import math
@@ -31,7 +23,8 @@ from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import log_requests, named, nanoseconds, trace_id, traceparent_of, tracer
+from cotrain_store.monitoring.logs import log_requests
+from cotrain_store.monitoring.traces import named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings import ClockMode, SchedulerSettings
 
@@ -44,7 +37,7 @@ IDLE_SWEEP_S = 1.0
 #: Delay after the queue changed under a plan; long enough not to spin if it keeps changing.
 REPLAN_S = 0.005
 #: Interval at which a metronome checks whether the host's clock was set.
-LOOK_S = 1.0
+CLOCK_CHECK_S = 1.0
 #: A larger difference between two readings means that the clock was set, or that the host slept.
 _JUMP_S = 1.0
 
@@ -88,7 +81,7 @@ class _WorkerClock:
             self.last = replace(self.last, duration_s=now - self.planned_at, ended_at=now)
             self.planned_at = None
 
-    def note_returns(self, back_at: Mapping[RunId, float], limit_s: float) -> None:
+    def record_returns(self, back_at: Mapping[RunId, float], limit_s: float) -> None:
         """Record the return times of runs of the last two cycles. `back_at` has the runs that are back.
 
         A return time is the time from the end of a cycle to the run's next request. A run of the earlier cycle may
@@ -132,7 +125,7 @@ class PoolClock:
         """Number of the last change in the queue."""
         self._cycle = 0
         """Number of the pool's last cycle."""
-        self._is_forgotten = True
+        self._must_reload = True
         """Reload the whole queue at the next tick. Not cleared by a reload already in progress."""
         self._slots: dict[WorkerId, int] = {}
         """Registered workers, each with the epoch of its last process."""
@@ -147,9 +140,9 @@ class PoolClock:
         self._time = HostTime()
         self._last_period = self._period_number(self._time.now)
 
-    def forget_queue(self) -> None:
+    def reload_queue(self) -> None:
         """Reload the queue at the next tick, because changes may have been missed."""
-        self._is_forgotten = True
+        self._must_reload = True
         self._free = None
 
     @property
@@ -173,7 +166,7 @@ class PoolClock:
             return True
         return bool(self._free) and wake.worker not in self._slots
 
-    async def look(self) -> float:
+    async def tick_now(self) -> float:
         """Tick at the host's time; return the maximum sleep in seconds. Raises Fenced: a newer scheduler leads."""
         structlog.contextvars.bind_contextvars(pool=self.pool)  # only in this pool's task
         jumped_s = self._time.read()
@@ -186,16 +179,16 @@ class PoolClock:
     async def tick(self, now: float) -> float:
         """Plan all cycles that may start now; return the latest time of the next tick. Raises Fenced: a newer scheduler leads."""
         if self._is_eager:
-            return await self._tick(now)
+            return await self._plan_idle_workers(now)
         number = self._period_number(now)
-        next_look = min((number + 1) * self._settings.clock_period_s, now + LOOK_S)
+        next_check = min((number + 1) * self._settings.clock_period_s, now + CLOCK_CHECK_S)
         if number != self._last_period:
-            if await self._tick(now) <= now + REPLAN_S:
+            if await self._plan_idle_workers(now) <= now + REPLAN_S:
                 return now + REPLAN_S  # the queue changed under a plan: the period is not finished
             self._last_period = number
-        return next_look
+        return next_check
 
-    async def _tick(self, now: float) -> float:
+    async def _plan_idle_workers(self, now: float) -> float:
         with self._tick_duration.time():
             self._free = None  # unknown during a tick, so that runs becoming ready during it wake the scheduler again
             view = await self._read()
@@ -227,11 +220,11 @@ class PoolClock:
 
         The workers are read before the queues, as a new worker may already have runs.
         """
-        since = None if self._is_forgotten else self._seen
+        since = None if self._must_reload else self._seen
         view = await self._dispatch.view(self.pool, since, sorted(self._queue.unread))
         slots = view.slots
-        if self._follow(slots) or view.number < self._seen or self._is_forgotten:
-            self._is_forgotten = False
+        if self._update_slots(slots) or view.number < self._seen or self._must_reload:
+            self._must_reload = False
             self._queue.clear()
             self._queue.put(await self._dispatch.ready(self.pool))
             log.info("queue_read", pool=self.pool, runs=len(self._queue))
@@ -245,10 +238,10 @@ class PoolClock:
         if len(self._queue) != view.ready:
             # A process of another version does not record its changes.
             log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=view.ready)
-            self._is_forgotten = True
+            self._must_reload = True
         return replace(view, slots=slots)
 
-    def _follow(self, slots: Sequence[WorkerSlot]) -> bool:
+    def _update_slots(self, slots: Sequence[WorkerSlot]) -> bool:
         """Update the workers; return True if one is new, because it may have had runs before."""
         before, self._slots = self._slots, {slot.worker: slot.epoch for slot in slots}
         for worker, epoch in before.items():
@@ -309,7 +302,7 @@ class PoolClock:
         requests = step.requests
         failpoint("scheduler.before_plan", requests)
         try:
-            await self._dispatch.plan(self.pool, step, 0 if self._is_forgotten else self._seen)
+            await self._dispatch.plan(self.pool, step, 0 if self._must_reload else self._seen)
         except PlanOutdated:
             self._queue.unread |= chosen.queues.keys()
             return now + REPLAN_S
@@ -319,7 +312,7 @@ class PoolClock:
         self._count(chosen.ops, chosen.queues, now)
         if span:
             _end_plan(span, self.pool, step)
-        clock.note_returns(back_at, self._limit_s)
+        clock.record_returns(back_at, self._limit_s)
         self._queue.remove_planned(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = planner.LastCycle(frozenset(chosen.queues)), chosen.tokens

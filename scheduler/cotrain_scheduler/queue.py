@@ -1,13 +1,8 @@
 """Queue of one pool in memory: pending ops by worker, and the fair queue of each worker's tenants. Pure.
 
-Callers pass in all changes; the queue never reads the store. Each change, and each lookup of one run, costs the
-same however many runs wait. Within a tenant, the least recently served run comes first.
-
-The selection for a cycle reads all runs whose first op has no tokens, because it takes all of them. Of the runs
-with a pass it reads only those that it takes. So waiting alone costs nothing.
-
-A fair queue is passed from cycle to cycle, so a cycle costs only its planned ops and the changes since the last one.
-(Copies for each cycle are lists of references.)
+Each change, and each lookup of one run, costs the same however many runs wait. The selection for a cycle reads all runs
+whose first op has no tokens, because it takes all of them. Of the runs with a pass it reads only those that it takes. A
+fair queue is passed from cycle to cycle, so a cycle costs only its planned ops and the changes since the last one.
 """
 
 from __future__ import annotations

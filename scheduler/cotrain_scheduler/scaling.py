@@ -22,7 +22,7 @@ from cotrain_store.settings import SchedulerSettings
 log = structlog.get_logger()
 
 #: Interval between evaluations of a pool's demand.
-LOOK_S = 2.0
+DECIDE_EVERY_S = 2.0
 #: Interval at which an unchanged decision is written again, so that it does not become stale.
 WRITE_S = 10.0
 #: Target time to drain the backlog, in s.
@@ -124,7 +124,7 @@ def next_scaling(
 
     If the clock was set back, the periods start again.
     """
-    spans = _noted(() if now < before.at else before.spans, needed, now)
+    spans = _recorded(() if now < before.at else before.spans, needed, now)
     busy_at = now if needed else min(before.busy_at, now)
     wanted = max(before.wanted, min(needed, 1))
     if _covers(spans, now, UP_AFTER_S):
@@ -144,7 +144,7 @@ def differs(new: Scaling, old: Scaling, after_s: float) -> bool:
     return decision != written or not 0 <= new.at - old.at < after_s
 
 
-def _noted(spans: tuple[Span, ...], needed: int, now: float) -> tuple[Span, ...]:
+def _recorded(spans: tuple[Span, ...], needed: int, now: float) -> tuple[Span, ...]:
     kept = tuple(span for span in spans if span.start + SPAN_S > now - DOWN_AFTER_S)
     if kept and now < kept[-1].start + SPAN_S:
         last = kept[-1]
@@ -173,7 +173,7 @@ class PoolScaling:
         """Drop the last decision and read the stored one, because another scheduler may have led."""
         self._decided = None
 
-    async def look(self, waiting_tokens: Mapping[WorkerId, int], pauses: Pauses) -> None:
+    async def decide(self, waiting_tokens: Mapping[WorkerId, int], pauses: Pauses) -> None:
         """Decide the number of workers, and write the decision if it changed or its record is old. Raises Fenced: a
         newer scheduler leads.
         """

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from cotrain_store.monitoring.logs_and_traces import TracingRefused, start_tracing
+from cotrain_store.monitoring.traces import TracingRefused, start_tracing
 from cotrain_store.settings import PREFIX, StoreSettings
 
 log = structlog.get_logger()

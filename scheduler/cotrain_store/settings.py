@@ -13,9 +13,10 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cotrain_store.blobs.opening import check_url, open_blobs
-from cotrain_store.blobs.protocol import ORPHAN_AGE_S, Blobs
+from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.sweep import ORPHAN_AGE_S
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.redis_client.address import parse_address, with_password
 

@@ -10,7 +10,7 @@ from cotrain_store.messages.ids import RequestId, RunId, TenantId, parse_sample
 from cotrain_store.messages.ops import RunUsage, SampleUsage
 from cotrain_store.redis_client.connection import Connection, replies
 
-What: TypeAlias = Literal[
+UsageKind: TypeAlias = Literal[
     "training_tokens", "device_s", "prefill_tokens", "cached_tokens", "sampled_tokens", "checkpoints"
 ]
 HOUR = timedelta(hours=1)
@@ -25,7 +25,7 @@ class UsageRow:
     """Amount of one kind that one run or sampler used in one hour."""
 
     hour: datetime  # start of the hour
-    what: What
+    what: UsageKind
     base_model: str
     session: str
     source: str  # run or sampler
@@ -50,7 +50,7 @@ def _row(hour: datetime, field: bytes, amount: bytes) -> UsageRow:
     what, _, rest = field.decode().partition("|")
     # Only the base model's name may contain a bar.
     base_model, session, source = rest.rsplit("|", 2)
-    return UsageRow(hour, cast("What", what), base_model, session, source, float(amount))
+    return UsageRow(hour, cast("UsageKind", what), base_model, session, source, float(amount))
 
 
 def usage_hour(now_s: float) -> int:

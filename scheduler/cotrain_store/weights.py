@@ -1,161 +1,19 @@
-"""Weights, and the checkpoints that name them: changes by the API, and the worker's side of saves.
-
-Workers create checkpoints; the API deletes, publishes, expires and copies them. Each change is one script, so that a
-checkpoint is in all lists or in none.
-"""
+"""Saved weights as their worker sees them: stored, published, failed, and deleted once unused."""
 
 import json
-import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import UNLOADED
-from cotrain_store.errors import CheckpointNotFound, SeqConflict
-from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
+from cotrain_store.disk.stored_results import UNLOADED
+from cotrain_store.disk.sweep import SweepLease
+from cotrain_store.messages.ids import PoolId, RequestId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
 from cotrain_store.messages.ops import Result, ResultKind
-from cotrain_store.messages.runs import (
-    WEIGHTS_FIELDS,
-    CheckpointKind,
-    CheckpointRecord,
-    RunRecord,
-    WeightsRecord,
-    external_folder,
-    weights_record,
-)
-from cotrain_store.redis_client.connection import Connection, SyncConnection
-from cotrain_store.redis_client.scripts import async_script, sync_script, worker_args
+from cotrain_store.messages.runs import WEIGHTS_FIELDS, CheckpointRecord, WeightsRecord, external_folder, weights_record
+from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.redis_client.scripts import sync_script, worker_args
 from cotrain_store.usage import usage_field, usage_hour
-
-
-class Checkpoints:
-    """Changes to checkpoints. Each raises CheckpointNotFound: unknown, expired, or another tenant's."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._redis = connection
-        self._delete = async_script(connection, "checkpoint_delete")
-        self._replace = async_script(connection, "checkpoint_replace")
-        self._copy = async_script(connection, "checkpoint_copy")
-        self._totals = async_script(connection, "checkpoint_totals")
-
-    async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
-        """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them."""
-        args = {"tenant": tenant, "member": redis_keys.checkpoint_member(run, kind, name)}
-        if await self._delete(args) == b"GONE":
-            raise CheckpointNotFound
-
-    async def publish(
-        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
-    ) -> CheckpointRecord:
-        """Make a checkpoint readable for every tenant, or private again. Idempotent."""
-        key = redis_keys.checkpoint(run, kind, name)
-        return await self._change(tenant, key, lambda record: replace(record, public=public))
-
-    async def set_ttl(
-        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, ttl_seconds: int | None
-    ) -> CheckpointRecord:
-        """Set a checkpoint to expire in `ttl_seconds` from now, or never."""
-        key, expires_at = redis_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
-        return await self._change(tenant, key, lambda record: replace(record, expires_at=expires_at))
-
-    async def copy(
-        self,
-        source: CheckpointRecord,
-        destination: RunRecord,
-        ttl_seconds: int | None,
-        *,
-        reader: TenantId | None = None,
-    ) -> CheckpointRecord:
-        """Add a second name for the weights of a checkpoint, in the new run `destination`. Idempotent.
-
-        The run is closed from the start. `source` must be readable for `reader` (its own or public), by
-        default the tenant of `destination`.
-
-        Raises:
-            CheckpointNotFound: `source` was deleted.
-            SeqConflict: the run exists, and is no copy of `source`.
-        """
-        copy = replace(
-            source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
-            expires_at=_expiry(ttl_seconds), public=False,
-        )  # fmt: skip
-        args = {
-            "source": redis_keys.checkpoint_member(source.run, source.kind, source.name), "checkpoint": encode(copy),
-            "run": destination.id, "session": destination.session, "record": encode(destination),
-            "reader": reader or destination.tenant, "created_at": destination.created_at,
-        }  # fmt: skip
-        answer = await self._copy(args)
-        if answer == b"GONE":
-            raise CheckpointNotFound
-        made = None if answer == b"CONFLICT" else _record(answer)
-        if made is None or made.weights != copy.weights or made.tenant != copy.tenant:
-            raise SeqConflict(f"The training run {destination.id} exists already.")
-        return made
-
-    async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
-        """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
-        count, size = await self._totals({"tenant": tenant})
-        return count, size
-
-    async def strike_expired(self, tenant: TenantId) -> None:
-        """Remove expired checkpoints from a tenant's lists. Call it before reading them."""
-        await self.stored_bytes(tenant)  # the script removes them before it counts
-
-    async def _change(
-        self, tenant: TenantId, key: str, change: Callable[[CheckpointRecord], CheckpointRecord]
-    ) -> CheckpointRecord:
-        while True:  # until no other process has changed the record in between
-            before = await self._redis.get(key)
-            record = _record(before) if before else None
-            if record is None or record.tenant != tenant:
-                raise CheckpointNotFound
-            changed = change(record)
-            args = {"before": before.decode(), "after": encode(changed)}
-            if await self._replace(args) == b"OK":
-                return changed
-
-
-def _record(text: bytes) -> CheckpointRecord:
-    return decode(CheckpointRecord, json.loads(text))
-
-
-def _expiry(ttl_seconds: int | None) -> float | None:
-    return None if ttl_seconds is None else time.time() + ttl_seconds
-
-
-async def largest_checkpoint_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
-    """Return the checkpoint bytes of the `count` tenants with the most of them."""
-    key = redis_keys.checkpoint_bytes()
-    rows = await connection.zrange(key, 0, count - 1, desc=True, withscores=True)
-    return {TenantId(name.decode()): int(size) for name, size in rows}
-
-
-LEASE_MS = 60_000
-_RENEW_S = 20.0
-
-
-class SweepLease:
-    """Lease to sweep the files of `key`. Two simultaneous holders do the same work twice, without harm."""
-
-    def __init__(self, connection: SyncConnection, key: str, holder: str) -> None:
-        self._redis = connection
-        self._key = key
-        self._holder = holder
-        self._is_mine = False
-        self._renew_at = -math.inf
-
-    def is_mine(self, now: float) -> bool:
-        """Acquire or renew the lease. Return False if another worker holds it. `now` is monotonic time in s."""
-        if now >= self._renew_at:
-            self._renew_at = now + _RENEW_S
-            taken = self._redis.set(self._key, self._holder, nx=True, px=LEASE_MS)
-            self._is_mine = bool(taken) or self._redis.get(self._key) == self._holder.encode()
-            if self._is_mine and not taken:
-                self._redis.pexpire(self._key, LEASE_MS)
-        return self._is_mine
-
 
 #: Number of weights checked in one script, which blocks Redis for about 20 µs each.
 WEIGHTS_AT_ONCE = 250

@@ -27,7 +27,7 @@ from cotrain_server.supervisor.environment import refused_variables
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.logs_and_traces import start_logs
+from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.process_start import CannotListen, listen, read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import check_store, open_sync_connection

@@ -31,7 +31,7 @@ from cotrain_store.messages.fleet import Pause as StoredPause
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.redis_client.connection import clock_ms
-from cotrain_store.results.delivery import unread_bytes
+from cotrain_store.results.delivery_log import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.policies import default_quota, read_pauses, read_policy

@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from cotrain.version import __version__
-from cotrain_server.adapter_upload.adapter_files import expiring
+from cotrain_server.adapter_upload.pending_files import expiring
 from cotrain_server.http import responses
 from cotrain_server.http.middleware import DirectRoutes, HeadAsGet, PathPrefix, RequestMiddleware, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute

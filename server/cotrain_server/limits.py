@@ -143,7 +143,7 @@ class FailureCounter:
         self._clock = clock
         self._times_by_address: OrderedDict[str, deque[float]] = OrderedDict()
 
-    def note(self, address: str) -> None:
+    def count(self, address: str) -> None:
         """Count one failure. Raises TooManyFailures after FAILURES_PER_MINUTE of them."""
         now = self._clock()
         times = self._times_by_address.setdefault(address, deque(maxlen=FAILURES_PER_MINUTE))

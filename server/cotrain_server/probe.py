@@ -30,16 +30,16 @@ def probe(url: str, timeout_s: float = TIMEOUT_S) -> tuple[int, bytes]:
         connection.close()
 
 
-def read_troubles(data_dir: Path) -> list[str]:
+def read_problems(data_dir: Path) -> list[str]:
     """Return the supervisor's failing processes; empty without a supervisor or failures."""
     try:
         problems: dict[str, str] = json.loads((data_dir / FILE).read_text())
     except FileNotFoundError:
         return []
-    return [f"{process}: {trouble}" for process, trouble in sorted(problems.items())]
+    return [f"{process}: {problem}" for process, problem in sorted(problems.items())]
 
 
-def write_troubles(data_dir: Path, problems: dict[str, str]) -> None:
+def write_problems(data_dir: Path, problems: dict[str, str]) -> None:
     """Write the failing processes and their problems."""
     partial = data_dir / f"{FILE}.tmp"
     # On a full disk Redis crashes repeatedly, but its supervisor must not: `/readyz` reports both.

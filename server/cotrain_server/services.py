@@ -21,20 +21,20 @@ from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, open_batching_connection
-from cotrain_store.results.delivery import Completions
+from cotrain_store.results.completions import Completions
 from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
-from cotrain_store.tenants.quotas import OwnQuotas
+from cotrain_store.tenants.quotas import CachedQuotas
 from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.usage import Usage
-from cotrain_store.weights import Checkpoints
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ class Services:
     tenants: Tenants
     policies: Policies
     pauses: PauseRecords
-    quotas: OwnQuotas
+    quotas: CachedQuotas
     records: Records
     checkpoints: Checkpoints
     intake: JointIntake
@@ -77,7 +77,7 @@ class Services:
     body_memory: TenantUse = field(default_factory=body_memory)
     tenant_requests: TenantUse = field(default_factory=tenant_requests)
     parser: Parser = field(default_factory=Parser)
-    walks: TenantSlots = field(default_factory=TenantSlots)
+    scans: TenantSlots = field(default_factory=TenantSlots)
     """One slot per tenant for requests that send many sequential commands to Redis."""
     uploads: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_UPLOADS, MAX_UPLOADS))
     unpacking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -125,7 +125,7 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
         await _take_keys(tenants, settings)
         reserve_bytes = settings.disk_reserve_bytes
         policies = Policies(connection)
-        quotas = OwnQuotas(policies, settings.quotas)
+        quotas = CachedQuotas(policies, settings.quotas)
         records = Records(connection, quotas.of, settings.base_models)
         checkpoints = Checkpoints(connection)
         async with (

@@ -196,7 +196,7 @@ MUTANTS = {
             Edit(f"{STORE}/scripts/lib/swept.lua", "return number <= ", "return false and number <= "),
             Edit(f"{STORE}/disk/spool.py", " if not (folder and _is_locked(folder / key))}", "}"),
             Edit(
-                f"{STORE}/blobs/protocol.py",
+                f"{STORE}/disk/sweep.py",
                 "        return [key for key, (_, since) in self._since.items() if now - since",
                 "        from time import time\n\n"
                 "        return [key for key, (m, _) in self._since.items() if time() - int(m.split(':')[3]) / 1e9",
@@ -206,7 +206,7 @@ MUTANTS = {
     ),
     "lost change notification": Mutant(
         [
-            Edit(f"{STORE}/scripts/submit.lua", "  note_change(prefix, run)\n", ""),
+            Edit(f"{STORE}/scripts/submit.lua", "  record_change(prefix, run)\n", ""),
             Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
         ],
         "no client asks twice",

@@ -14,7 +14,7 @@ from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
 from cotrain_store.redis_client.connection import clock_ms
-from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
+from cotrain_store.results.delivery_log import READ_AFTER_S, DeliveryLog
 from tests.support.lives import life_ms, pass_time
 from tests.support.log import Log
 from tests.support.stack import POOL

@@ -31,7 +31,7 @@ from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, WeightsRef
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunState, SaveRecords
-from cotrain_store.weights import Checkpoints
+from cotrain_store.tenants.checkpoints import Checkpoints
 from tests.support.draws import examples
 from tests.support.log import record_of
 from tests.support.redis_server import EmbeddedRedis

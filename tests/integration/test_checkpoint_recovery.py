@@ -21,7 +21,7 @@ from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.redis_keys import log
 from cotrain_store.results.futures import Pending
 from cotrain_store.tenants.catalog import Catalog
-from cotrain_store.weights import Checkpoints
+from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import CONFIG
 from cotrain_workers.checkpoints.weights_store import LOST

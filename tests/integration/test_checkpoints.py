@@ -13,7 +13,7 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
 from cotrain_store.messages.ids import TenantId, WeightsRef
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
-from cotrain_store.weights import Checkpoints
+from cotrain_store.tenants.checkpoints import Checkpoints
 from tests.support.log import record_of
 from tests.support.samples import Samples
 from tests.support.stack import POOL

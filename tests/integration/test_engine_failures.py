@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import RUN_STOPPED
+from cotrain_store.disk.stored_results import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles, WrittenFiles
 from cotrain_workers.engine.coordination import Yielding

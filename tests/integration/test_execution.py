@@ -13,7 +13,7 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.disk.storage import RUN_STOPPED, encoded_results
+from cotrain_store.disk.stored_results import RUN_STOPPED, encoded_results
 from cotrain_store.errors import Fenced, PlanOutdated, Reason, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId, encode, request_id

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recorder.file import RecordedCycle, read_cycle
 from cotrain_workers.recorder.recorder import SUFFIX, Compared, compared, engine_for, restore_before, run_again

@@ -17,7 +17,7 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
+from cotrain_store.results.delivery_log import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
 from cotrain_store.results.queue_notice import not_yet_here, still_waiting
 from cotrain_store.tenants.records import Records
@@ -327,7 +327,7 @@ async def test_an_unsent_result_is_kept(log: Log) -> None:
 
 async def test_waiting_for_a_result_records_that_it_was_sent(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
-    monkeypatch.setattr("cotrain_store.results.delivery.READ_AFTER_S", 0.0)
+    monkeypatch.setattr("cotrain_store.results.delivery_log.READ_AFTER_S", 0.0)
     run = await log.new_run()
     await log.run_all()
     async with log.futures() as futures:

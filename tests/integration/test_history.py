@@ -212,7 +212,7 @@ WRITE_STEPS = (
     + """
 local history, more = parse_history(false), 0
 for n = 1, tonumber(ARGV[1]) do
-  more = more + note_found(history, KEYS[1], n, { norm = n / 3, rate = 1 }, 0, n)
+  more = more + record_entry(history, KEYS[1], n, { norm = n / 3, rate = 1 }, 0, n)
 end
 return more
 """

@@ -33,7 +33,7 @@ from cotrain_server.limits import FAILURES_PER_MINUTE, tenant_requests
 from cotrain_server.parser import ChildProcess
 from cotrain_store import redis_keys
 from cotrain_store.redis_client.clients import BatchingRedis
-from cotrain_store.results.delivery import ACKNOWLEDGED_AT_ONCE
+from cotrain_store.results.completions import ACKNOWLEDGED_AT_ONCE
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body
 from tests.support.redis_server import EmbeddedRedis
 from tests.warm.popen import Popen, run

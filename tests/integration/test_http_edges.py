@@ -19,7 +19,7 @@ from cotrain_server.http import request_body as bodies
 from cotrain_server.routes import status
 from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.monitoring.definitions import METRICS, Source
-from cotrain_store.monitoring.logs_and_traces import configure_logs
+from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES
 from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis

@@ -15,7 +15,7 @@ import torch
 from cotrain_store import redis_keys
 from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, decode_reverse_kl, encode_reverse_kl
-from cotrain_store.disk.storage import is_spooled
+from cotrain_store.disk.stored_results import is_spooled
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, WeightsRef, encode, run_id
 from cotrain_store.messages.ops import OpKind, QueuedOp, ResultKind
 from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState

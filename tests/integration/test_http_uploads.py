@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cotrain_server.adapter_upload.adapter_files import delete_expired
+from cotrain_server.adapter_upload.pending_files import delete_expired
 from cotrain_server.http import upload_body as uploads
 from cotrain_server.signed_tokens import Link
 from cotrain_store import redis_keys

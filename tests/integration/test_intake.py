@@ -331,7 +331,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
     async with open_log(empty_redis.url, tmp_path) as log:
         run = await log.new_run()
         await log.submit(run, 1)
-        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1e-6)
+        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
         async with open_log(empty_redis.url, tmp_path) as full:
             before = log.everything()
             with refused(Reason.STORE_FULL):
@@ -339,7 +339,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
             assert log.everything() == before
             await full.run_all()
             assert full.result(run, 1) is not None
-        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1.0)
+        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1.0)
         async with open_log(empty_redis.url, tmp_path) as emptied:
             await emptied.submit(run, 2)
 

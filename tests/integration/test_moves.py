@@ -52,13 +52,13 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
     with worker(server, engine, tuning=snapshots(ops=1000)), ExitStack() as second:
         answers = await results(server, run, await submit(server, run, 1, 2))
         with refused(Reason.CANNOT_MOVE, match="is already on worker w0"):
-            await moves.ask(POOL, run.id, OLD)
+            await moves.request(POOL, run.id, OLD)
         with refused(Reason.WORKER_NOT_FOUND):
-            await moves.ask(POOL, run.id, NEW)
+            await moves.request(POOL, run.id, NEW)
         second.enter_context(worker(server, other, worker_id=NEW, tuning=snapshots(ops=1000)))
         await until(lambda: heartbeat(redis, NEW))
         under_way = await submit(server, run, 3, STEP + 2)
-        await moves.ask(POOL, run.id, NEW)  # an optimizer step and a gradient that waits lie before it
+        await moves.request(POOL, run.id, NEW)  # an optimizer step and a gradient that waits lie before it
         answers += await results(server, run, under_way)
         await until(lambda: owner(redis, run) == NEW)
         assert (await server.dispatch.view(POOL)).moves == []
@@ -66,11 +66,11 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
         under_way = await submit(server, run, STEP + 3, 2 * STEP)
         answers += await results(server, run, under_way)
         assert run.id in other.adapters
-        await moves.ask(POOL, run.id, OLD)
+        await moves.request(POOL, run.id, OLD)
         under_way = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
         answers += await results(server, run, under_way)
         await until(lambda: owner(redis, run) == OLD)
-        await moves.ask(POOL, run.id, NEW)
+        await moves.request(POOL, run.id, NEW)
         await until(lambda: owner(redis, run) == NEW)
         assert heartbeat(redis, OLD)["restored_ops"] == heartbeat(redis, NEW)["restored_ops"] == 0
     assert answers == expected
@@ -102,7 +102,7 @@ async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
             answers = await results(server, run, await submit(server, run, 1, STEP))
             second.enter_context(worker(server, other, worker_id=NEW))
             await until(lambda: heartbeat(redis, NEW))
-            await moves.ask(POOL, run.id, NEW)
+            await moves.request(POOL, run.id, NEW)
             under_way = await submit(server, run, STEP + 1, len(PROGRAM))
         engine.adapters.drop(run.id)
         with worker(server, engine):
@@ -125,7 +125,7 @@ async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
             own, epoch, move = loop._execution.moves, loop._execution.epoch, Move(run.id, OLD, NEW)
             assert not own.hand_over(move, epoch, in_memory=False)  # it is not wanted
             loop._move_runs = lambda: None  # type: ignore[assignment]  # the test does it
-            await moves.ask(POOL, run.id, NEW)
+            await moves.request(POOL, run.id, NEW)
             with pytest.raises(Fenced):
                 own.hand_over(move, epoch - 1, in_memory=False)
             assert not own.hand_over(move, epoch, in_memory=True)  # no copy holds all of it
@@ -138,10 +138,10 @@ async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
             assert own.hand_over(move, epoch, in_memory=False)
             assert not own.hand_over(move, epoch, in_memory=False)
             assert owner(redis, run) == NEW
-            assert not await server.dispatch.ask_move(POOL, run.id, OLD)  # not twice in ten minutes
+            assert not await server.dispatch.request_move(POOL, run.id, OLD)  # not twice in ten minutes
             await server.intake.close_run(run)
             with pytest.raises(RunClosed):
-                await moves.ask(POOL, run.id, OLD)
+                await moves.request(POOL, run.id, OLD)
 
 
 async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
@@ -155,7 +155,7 @@ async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
         loop._move_runs = lambda: None  # type: ignore[assignment]  # later
         with worker(server, other, worker_id=NEW):
             await until(lambda: heartbeat(redis, NEW))
-            await moves.ask(POOL, run.id, NEW)
+            await moves.request(POOL, run.id, NEW)
         loop._move_runs = move_runs
         await results(server, run, await submit(server, run, STEP + 1, 2 * STEP))
         await until(lambda: redis.hlen(redis_keys.moves(POOL)) == 0)
@@ -196,8 +196,8 @@ async def test_a_worker_is_drained_while_its_runs_train_and_returns(
         with worker(server, other, worker_id=NEW):
             await until(lambda: heartbeat(redis, NEW))
             under_way = await submit(server, run, STEP + 1, 2 * STEP)
-            await drains.ask(POOL, OLD)
-            await drains.ask(POOL, OLD)
+            await drains.request(POOL, OLD)
+            await drains.request(POOL, OLD)
             answers += await results(server, run, under_way)
             await until(lambda: not is_listed(redis, OLD))
             after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
@@ -206,7 +206,7 @@ async def test_a_worker_is_drained_while_its_runs_train_and_returns(
             assert heartbeat(redis, OLD)["state"] == "drained"
             assert heartbeat(redis, OLD)["runs"] == 0
             assert run.id not in engine.adapters
-            assert await drains.take_back(POOL, OLD)
+            assert await drains.withdraw(POOL, OLD)
             await until(lambda: is_listed(redis, OLD))
             await until(lambda: heartbeat(redis, OLD)["state"] == "serving")
     assert answers == expected
@@ -218,11 +218,11 @@ async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
 ) -> None:
     drains = Drains(server.connection)
     with refused(Reason.WORKER_NOT_FOUND):
-        await drains.ask(POOL, OLD)
+        await drains.request(POOL, OLD)
     run = await server.create("a", "a", LORA)
     with worker(server, engine):
         await results(server, run, await submit(server, run, 1, 1))
-        await drains.ask(POOL, OLD)
+        await drains.request(POOL, OLD)
         await until(lambda: heartbeat(redis, OLD)["state"] == "draining")
         save = await submit_save(server, run, 2)
         await server.result(run, save)

@@ -26,7 +26,8 @@ from cotrain_store.messages.runs import (
     external_folder,
 )
 from cotrain_store.results.futures import Pending
-from cotrain_store.weights import Checkpoints, SavedWeights
+from cotrain_store.tenants.checkpoints import Checkpoints
+from cotrain_store.weights import SavedWeights
 from tests.support.log import WORKER, record_of
 from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL

@@ -280,7 +280,7 @@ async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
             await until(lambda: redis.exists(redis_keys.worker(POOL, target)))
             requests = await submit_two_steps(server, run)
             await until(lambda: begun(redis, run) is not None)
-            await server.dispatch.moves.ask(POOL, run.id, target)
+            await server.dispatch.moves.request(POOL, run.id, target)
             await until(lambda: redis.hget(redis_keys.log(POOL, run.id), "worker") == b"w1")
             await until(lambda: run.id not in owner._engine.open_passes.runs)
             results = await answers_of(server, run, requests)

@@ -8,7 +8,7 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
+from cotrain_store.disk.stored_results import RUN_STOPPED, UNLOADED
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.messages.ids import WeightsRef, request_id
 from cotrain_store.messages.ops import OpKind, Result, RunQueue, Step

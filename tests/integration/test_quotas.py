@@ -18,7 +18,7 @@ from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake
 from cotrain_store.redis_client.connection import CONNECTION_LOST, repeat, stop_tasks
-from cotrain_store.results.delivery import DeliveryLog
+from cotrain_store.results.delivery_log import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.tenants.quotas import Quotas
 from cotrain_store.tenants.records import Records
@@ -426,8 +426,8 @@ async def test_without_memory_no_permanent_object_is_created(
 ) -> None:
     async with running_api(empty_redis.url) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
-        monkeypatch.setattr("cotrain_store.disk.storage._ASK_MEMORY_EVERY_S", 0.0)
-        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1e-9)
+        monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)
+        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-9)
         sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": API_POOL.base_model}
         for path, body in (("create_session", {}), ("create_sampling_session", sampler)):
             assert refusal(await api.post(path, body)) == (429, "store_full")
@@ -436,7 +436,7 @@ async def test_without_memory_no_permanent_object_is_created(
 async def test_low_memory_lowers_the_limit_of_unread_results(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.disk.storage._ASK_MEMORY_EVERY_S", 0.0)
+    monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)
     async with running_api(empty_redis.url) as api:
         run, other = await api.new_run(), await api.new_run(BOB)
         sampler = await api.new_sampler()
@@ -445,9 +445,9 @@ async def test_low_memory_lowers_the_limit_of_unread_results(
             fetched = await api.post("retrieve_future", {"request_id": f"{other}:0"}, BOB)
             assert fetched.status_code == 200
             await api.services.futures._deliveries.flush()
-            monkeypatch.setattr("cotrain_store.disk.storage.UNREAD_SHARE", 1e-9)
+            monkeypatch.setattr("cotrain_store.disk.capacity.UNREAD_SHARE", 1e-9)
             assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
-            monkeypatch.setattr("cotrain_store.disk.storage.CROWDED_SHARE", 1e-9)
+            monkeypatch.setattr("cotrain_store.disk.capacity.CROWDED_SHARE", 1e-9)
             over = await api.post("forward_backward", pass_body(run, 2))
             assert refusal(over) == (429, "unread_quota_reached")
             sample = {

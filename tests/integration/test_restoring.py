@@ -17,7 +17,7 @@ import pytest
 from cotrain.wire.proto import wire_pb2
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, SpoolRef, new_writer
-from cotrain_store.disk.storage import RUN_STOPPED
+from cotrain_store.disk.stored_results import RUN_STOPPED
 from cotrain_store.messages.ids import TenantId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState

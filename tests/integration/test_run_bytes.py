@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import Capacity
+from cotrain_store.disk.capacity import Capacity
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, pool_record

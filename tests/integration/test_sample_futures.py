@@ -16,7 +16,8 @@ from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, TenantId, parse_sample, sample_id, sampler_id
 from cotrain_store.messages.ops import Result, ResultKind
-from cotrain_store.results.delivery import READ_AFTER_S, Completion, Completions, DeliveryLog
+from cotrain_store.results.completions import Completion, Completions
+from cotrain_store.results.delivery_log import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms, pass_time
 from tests.support.log import WORKER
@@ -176,7 +177,7 @@ async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_
 
 async def test_waiting_for_a_result_notes_that_it_was_sent(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
-    monkeypatch.setattr("cotrain_store.results.delivery.READ_AFTER_S", 0.0)
+    monkeypatch.setattr("cotrain_store.results.delivery_log.READ_AFTER_S", 0.0)
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
@@ -262,7 +263,7 @@ async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: 
 
 
 async def test_so_many_are_told_by_one_answer(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.ENTRIES_AT_ONCE", 3)
+    monkeypatch.setattr("cotrain_store.results.completions.ENTRIES_AT_ONCE", 3)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(8))
     samples.claim()
@@ -333,14 +334,14 @@ async def test_a_poll_that_runs_out_of_time_keeps_its_cursor(samples: Samples) -
 
 
 async def test_a_poll_without_a_timeout_is_held_for_a_while(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.HOLD_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.completions.HOLD_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         assert await completions.wait(sampler, 0, 0, None) == ([], 0)
 
 
 async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.completions.SWEEP_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
@@ -352,7 +353,7 @@ async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatc
 async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.SWEEP_S", NEVER_S)
+    monkeypatch.setattr("cotrain_store.results.completions.SWEEP_S", NEVER_S)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_store.errors import Reason, SamplerNotFound, SeqConflict
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -172,7 +172,7 @@ async def test_without_room_nothing_new_is_taken(
     async with open_samples(empty_redis.url, tmp_path, disk_reserve_bytes=1 << 60) as samples:
         with refused(Reason.DISK_RESERVE_REACHED):
             await samples.submit(await samples.sampler(), 0)
-    monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1e-6)
+    monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
     async with open_samples(empty_redis.url, tmp_path) as samples:
         with refused(Reason.STORE_FULL):
             await samples.submit(await samples.sampler(), 0)

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_store.errors import Fenced, Reason, SeqConflict
 from cotrain_store.messages.ids import CLONE_SIZE, RequestId, TenantId, sample_id
 from cotrain_store.messages.ops import Result, ResultKind

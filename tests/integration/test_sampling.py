@@ -15,7 +15,7 @@ import pytest
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.ops import ResultKind
 from cotrain_store.messages.runs import LoraSpec

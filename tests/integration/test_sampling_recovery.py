@@ -17,7 +17,7 @@ from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.results.delivery import Completions
+from cotrain_store.results.completions import Completions
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.engine import Engine

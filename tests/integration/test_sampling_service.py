@@ -14,7 +14,7 @@ import torch
 
 from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_store.messages.ids import RequestId, TenantId, WorkerId
 from cotrain_store.messages.ops import Result
 from cotrain_store.monitoring.metrics import WorkerMetrics

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.blobs.opening import MARK
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.sampling.vllm import decoder as vllm_decoder
 from cotrain_workers.worker.loop import WorkerLoop

@@ -13,9 +13,9 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerExit, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.monitoring.failures import note_silent_exit, noted_exit
+from cotrain_store.monitoring.failures import record_silent_exit, recorded_exit
 from cotrain_store.monitoring.fleet import QueueStatus, pool_status, read_fleet, read_pools, redis_status
-from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log
@@ -48,20 +48,20 @@ async def test_a_worker_without_a_supervisor_stores_its_exits(log: Log) -> None:
         (worker,) = (await pool_status(log.connection, POOL)).ids
         return worker.last_exit
 
-    note_silent_exit(log.redis, model, WORKER, None)  # the predecessor left in order
+    record_silent_exit(log.redis, model, WORKER, None)  # the predecessor left in order
     assert await last_exit() is None
     last: WorkerExit | None = None
     for expected in (1, 2):
-        with pytest.raises(ValueError, match="broken"), noted_exit(log.redis, model, WORKER):
+        with pytest.raises(ValueError, match="broken"), recorded_exit(log.redis, model, WORKER):
             raise ValueError("broken")
         last = await last_exit()
         assert last is not None
         assert (last.count, last.reason) == (expected, "ValueError: broken")
     assert last is not None
     beat = WorkerHeartbeat(WORKER, 1, "serving", "cpu", 1e5, 2, 10, last.at - 1)
-    note_silent_exit(log.redis, model, WORKER, beat)  # of the process whose exit is stored
+    record_silent_exit(log.redis, model, WORKER, beat)  # of the process whose exit is stored
     assert await last_exit() == last
-    note_silent_exit(log.redis, model, WORKER, replace(beat, seen_at=last.at + 1))
+    record_silent_exit(log.redis, model, WORKER, replace(beat, seen_at=last.at + 1))
     silent = await last_exit()
     assert silent is not None
     assert (silent.count, silent.since) == (3, last.since)

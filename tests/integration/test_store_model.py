@@ -37,7 +37,7 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
-from cotrain_store.results.delivery import DeliveryLog
+from cotrain_store.results.delivery_log import DeliveryLog
 from cotrain_store.tenants.quotas import Quotas
 from tests.support.draws import examples
 from tests.support.limits import always

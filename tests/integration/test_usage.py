@@ -18,7 +18,7 @@ from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
 from cotrain_store.monitoring.fleet import pool_status
-from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants, cycle_records
+from cotrain_store.monitoring.recent_activity import TOP_MINUTES, busiest_tenants, cycle_records
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.lists import RunList
@@ -146,8 +146,8 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     assert [positions[run.id].failed for run in (ours, theirs)] == [1, 0]
     refusals = Refusals(connection)
     for _ in range(3):
-        refusals.note(TenantId("b"), Refused(Reason.QUEUE_FULL))
-    refusals.note(TenantId("b"), RunNotFound())  # the resource is missing
+        refusals.record(TenantId("b"), Refused(Reason.QUEUE_FULL))
+    refusals.record(TenantId("b"), RunNotFound())  # the resource is missing
     await refusals.store()
     found = await recent_failures(connection, time.time())
     assert list(found) == ["b", "a"]

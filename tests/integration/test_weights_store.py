@@ -15,12 +15,12 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.blobs.protocol import ORPHAN_AGE_S
 from cotrain_store.disk.checksums import REMEDY, SUMS
+from cotrain_store.disk.sweep import ORPHAN_AGE_S
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.runs import WeightsRecord
-from cotrain_store.weights import Checkpoints
+from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_workers.checkpoints.files import CheckpointFiles, base_model_of
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
 from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore

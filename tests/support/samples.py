@@ -23,7 +23,7 @@ from cotrain_store.messages.runs import (
     WeightsRecord,
 )
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.results.delivery import Completions
+from cotrain_store.results.completions import Completions
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.tenants.quotas import Quotas

@@ -18,7 +18,7 @@ from cotrain_server.app import create_app
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.redis_client.connection import open_sync_connection

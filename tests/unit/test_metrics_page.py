@@ -44,7 +44,7 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     async def bytes_found(*_: object) -> dict[TenantId, int]:
         return {TenantId("t"): 0}
 
-    async def nothing_wrong(*_: object) -> list[str]:
+    def nothing_wrong(*_: object) -> list[str]:
         return []
 
     async def failures_found(*_: object) -> dict[PoolId, list[tuple[TenantId, int]]]:

@@ -32,7 +32,7 @@ async def _exec(
 ) -> Any:
     """Fork Python programs of ours that have a tether to their supervisor; start all others."""
     tether, *tethered = arguments
-    what = read_command(tethered[2:]) if tether == str(process.TETHER) else None
+    what = read_command(tethered[2:]) if tether == str(process.EXEC_WITH_PARENT) else None
     own_path = os.environ.get("PYTHONPATH")  # set for the supervisor, which was forked with it
     theirs = {name: value for name, value in env.items() if (name, value) != ("PYTHONPATH", own_path)}
     if what is None or not is_same(theirs):

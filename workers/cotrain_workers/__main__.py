@@ -17,8 +17,8 @@ from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.metrics_port import metrics_port, own_metrics
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.failures import note_silent_exit, noted_exit
-from cotrain_store.monitoring.logs_and_traces import start_logs
+from cotrain_store.monitoring.failures import record_silent_exit, recorded_exit
+from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
@@ -79,8 +79,8 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     count_blob_failures(Source.WORKER)
     claim_blobs(connection, settings.data_dir, settings.blobs)
     worker = _claim_worker_id(settings, connection, pool)
-    note_silent_exit(connection, settings.model_name, worker, latest_heartbeat(connection, pool, worker))
-    with noted_exit(connection, settings.model_name, worker):
+    record_silent_exit(connection, settings.model_name, worker, latest_heartbeat(connection, pool, worker))
+    with recorded_exit(connection, settings.model_name, worker):
         return _run(settings.model_copy(update={"worker_id": worker}), tuning, connection, links)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
-from cotrain.requests.connection import BackgroundLoop
+from cotrain.requests.background_loop import BackgroundLoop
 from cotrain.requests.futures import Future
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import OptimStepResponse

@@ -17,8 +17,9 @@ from typing_extensions import override
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, RateLimitError, UnsupportedInput
-from cotrain.requests.connection import GAP_S, Connection, shared_connection, wait_for_result
+from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
+from cotrain.requests.polling import GAP_S, wait_for_result
 from cotrain.settings import ClientSettings, client_settings
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import acknowledged, reader

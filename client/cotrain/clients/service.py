@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import wraps
@@ -22,20 +21,18 @@ from cotrain.clients.session import Session
 from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import ExplainsAbsent, accepts_hosted
+from cotrain.clients.upload import upload_adapter
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection, call, wait_for_result
+from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.polling import post_and_wait
 from cotrain.settings import client_settings
-from cotrain.transport.download import archive_of
 from cotrain.transport.responses import RetryPolicy, reader
 from cotrain.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     CreateFromWeightsRequest,
     OptimizerChoice,
-    SaveWeightsResponse,
-    UploadQuery,
-    UploadResponse,
 )
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint, FinishReasonType
@@ -127,7 +124,7 @@ class ServiceClient(ExplainsAbsent):
             note=note,
             tags=list(tags) or None,
         )
-        return self._client_of(await call(self._transport, "create_model", request, NewRun), base_model)
+        return self._client_of(await post_and_wait(self._transport, "create_model", request, NewRun), base_model)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(_create_lora_training_client)
 
@@ -247,7 +244,7 @@ class ServiceClient(ExplainsAbsent):
         request = CreateCustomLossRequest(
             session_id=await self._session.id(), custom_loss_seq_id=self._losses, name=name, **dict(loss)
         )
-        made = await call(self._transport, "create_custom_loss", request, CreateCustomLossResponse)
+        made = await post_and_wait(self._transport, "create_custom_loss", request, CreateCustomLossResponse)
         return LossHandle(name, tuple(loss.inputs), made.loss_id)
 
     create_custom_loss, create_custom_loss_async = both_ways(_create_custom_loss)
@@ -279,22 +276,7 @@ class ServiceClient(ExplainsAbsent):
         if they do not fit the base model; both messages name the remedy. The client's thread calls `progress` with the
         bytes sent and the total.
         """
-        archive = archive_of(Path(source))
-        session_id, seq_id = await self._session.reserve_run()
-        query = UploadQuery(
-            base_model=base_model,
-            name=name,
-            session_id=session_id,
-            model_seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            user_metadata=json.dumps(dict(user_metadata)) if user_metadata else None,
-        )
-        answer = await self._transport.post_stream(
-            "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
-        )
-        await wait_for_result(self._transport, answer.import_request_id, NewRun)
-        await wait_for_result(self._transport, answer.request_id, SaveWeightsResponse)
-        return answer.path
+        return await upload_adapter(self._session, Path(source), base_model, name, ttl_seconds, user_metadata, progress)
 
     upload_checkpoint, upload_checkpoint_async = both_ways(_upload_checkpoint)
 
@@ -332,9 +314,7 @@ class ServiceClient(ExplainsAbsent):
         self, path: str, file: str | Path, progress: checkpoints.Progress | None = None
     ) -> None:
         """Download all files of a checkpoint as one tar. `progress` is as for `download_checkpoint`."""
-        link = await checkpoints.archive_url(self._transport, checkpoints.checkpoint_url(path))
-        await asyncio.to_thread(Path(file).parent.mkdir, parents=True, exist_ok=True)
-        await self._transport.fetch(link.url, Path(file), progress)
+        await checkpoints.download_archive(self._transport, path, Path(file), progress)
 
     download_checkpoint_archive, download_checkpoint_archive_async = both_ways(_download_checkpoint_archive)
 
@@ -462,7 +442,7 @@ class ServiceClient(ExplainsAbsent):
     async def _load_run(self, path: str, **fields: Any) -> TrainingClient:
         session_id, seq_id = await self._session.reserve_run()
         request = CreateFromWeightsRequest(session_id=session_id, model_seq_id=seq_id, path=path, **fields)
-        made = await call(self._transport, "load_weights", request, NewRun)
+        made = await post_and_wait(self._transport, "load_weights", request, NewRun)
         info = GetInfoRequest(model_id=made.model_id)
         found = await self._transport.post("get_info", info, reader(GetInfoResponse))
         if found.model_data.model_name is None:
@@ -470,4 +450,4 @@ class ServiceClient(ExplainsAbsent):
         return self._client_of(made, found.model_data.model_name)
 
     def _client_of(self, run: NewRun, base_model: str) -> TrainingClient:
-        return TrainingClient(self._connection, self._session, run.model_id, base_model)
+        return TrainingClient(self._session, run.model_id, base_model)

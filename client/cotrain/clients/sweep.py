@@ -20,7 +20,7 @@ from cotrain.errors import CotrainError, UnsupportedInput
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
-from cotrain.requests.sweep_requests import RunStep, pass_over_all
+from cotrain.requests.sweep_requests import RunStep, send_sweep_pass
 from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import AdamParams, LoraConfig
@@ -269,7 +269,7 @@ class Sweep(Generic[RunT]):
             raise UnsupportedInput(_ALL_ENDED)
         runs = [trial.run.requests for trial in trials]
         adams = None if lr_factor is None else [_scaled(trial.adam, lr_factor) for trial in trials]
-        steps = pass_over_all(
+        steps = send_sweep_pass(
             self._connection, runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams
         )
         recorders = [_next_loss(losses_of(trial)) for trial in trials] if losses_of else []

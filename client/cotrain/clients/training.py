@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
-from cotrain.clients.checkpoints import rules_of, then_prune
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
+from cotrain.clients.fork import adams_of, fork_run
+from cotrain.clients.retention import rules_of, then_prune
 from cotrain.clients.run_results import Evaluation, TrainOutput, joined, numbers_of, weights_of
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.session import Session
-from cotrain.clients.sweep import Sweep, Trial
+from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
-from cotrain.errors import MalformedMessage, UnsupportedInput, status_error
-from cotrain.requests.connection import Connection, call, wait_for_result
-from cotrain.requests.flow_control import combine
+from cotrain.errors import UnsupportedInput
+from cotrain.requests.chunks import combine
 from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.polling import post_and_wait
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import url_of
 from cotrain.transport.responses import reader
@@ -32,7 +31,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
+from cotrain.wire.constants import CUSTOM
 from cotrain.wire.custom_loss import LOSS_ID
 from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
 from cotrain.wire.rest import (
@@ -44,7 +43,6 @@ from cotrain.wire.rest import (
 )
 from cotrain.wire.runs import (
     AdamParams,
-    ForkRunRequest,
     GetInfoRequest,
     GetInfoResponse,
     MuonParams,
@@ -54,7 +52,6 @@ from cotrain.wire.runs import (
     PlacedReverseKlRequest,
     ReverseKlDatum,
     ReverseKlResponse,
-    SweepFutures,
     UnloadModelRequest,
     UnloadModelResponse,
 )
@@ -70,14 +67,14 @@ class TrainingClient(Ready):
     same future once the server has accepted the request; awaiting that future returns the result.
     """
 
-    def __init__(self, connection: Connection, session: Session, model_id: str, base_model: str) -> None:
-        self._connection = connection
-        self._loop = connection.loop
-        self._transport = connection.transport
+    def __init__(self, session: Session, model_id: str, base_model: str) -> None:
         self._session = session
+        self._connection = session.connection
+        self._loop = self._connection.loop
+        self._transport = self._connection.transport
         self._model_id = model_id
         self._base_model = base_model
-        self._requests = RunRequests(connection, model_id)
+        self._requests = RunRequests(self._connection, model_id)
 
     @property
     def model_id(self) -> str:
@@ -98,7 +95,7 @@ class TrainingClient(Ready):
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Future[ForwardBackwardOutput]:
         """Compute log-probs and the loss; gradients are unchanged."""
-        return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._requests.send_pass(data, loss_fn, loss_fn_config, forward_only=True)
 
     forward_async = submitted(forward)
 
@@ -111,7 +108,7 @@ class TrainingClient(Ready):
         several calls does not change the sum. Raises UnsupportedInput for a datum that is not text, or for
         more data than the server accepts in one request.
         """
-        return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._requests.send_pass(data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submitted(forward_backward)
 
@@ -275,7 +272,7 @@ class TrainingClient(Ready):
     async def _unload(self) -> None:
         """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
-        await call(self._transport, "unload_model", request, UnloadModelResponse)
+        await post_and_wait(self._transport, "unload_model", request, UnloadModelResponse)
 
     unload, unload_async = both_ways(_unload)
 
@@ -322,7 +319,7 @@ class TrainingClient(Ready):
             raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
         metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
         started = self._log(evaluation=metric)
-        passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
+        passes = self._requests.send_forwards(data, loss_fn, loss_fn_config)
         ended = self._log(evaluation=metric, passes=len(passes))
         weight_sum, tokens = weights_of(data)
 
@@ -355,7 +352,7 @@ class TrainingClient(Ready):
         if isinstance(loss_fn, LossHandle):
             return self.forward_backward(data, CUSTOM, {LOSS_ID: loss_fn.loss_id})
         loss = CustomLoss(data, loss_fn)
-        return self._requests.pass_twice(loss.forward_data(), loss)
+        return self._requests.send_custom_pass(loss.forward_data(), loss)
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
@@ -408,38 +405,13 @@ class TrainingClient(Ready):
         self, n: int | None, lr: Sequence[float] | None, name: str | None
     ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
         """Save the run at once, and return the work that makes copies of it."""
-        adams = _fork_rates(n, lr)  # before the save, which takes a position
+        adams = adams_of(n, lr)  # before the save, which takes a position
         number = next(self._session.sampler_numbers)
-        return self._forked(self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams, name)
+        saved = self._save_for_sampler(sampling_session_seq_id=number, optimizer=True)
+        return fork_run(self._session, self._model_id, saved, adams, name, self._client_of)
 
-    async def _forked(
-        self, saved: Future[SaveWeightsForSamplerResponse], adams: Sequence[AdamParams], name: str | None
-    ) -> Sweep[TrainingClient]:
-        sampler_id = (await saved).sampling_session_id
-        if sampler_id is None:
-            raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")
-        name = name or secrets.token_hex(4)
-        settings = [{"lr": adam.learning_rate} for adam in adams]
-        request = ForkRunRequest(
-            session_id=await self._session.id(),
-            sampling_session_id=sampler_id,
-            model_seq_ids=[next(self._session.run_numbers) for _ in adams],
-            user_metadata=[
-                {"sweep": name, "trial": number, "forked_from": self._model_id, **each}
-                for number, each in enumerate(settings)
-            ],
-            tags=[f"sweep:{name}"],
-        )
-        answer = await self._transport.post("fork_run", request, reader(SweepFutures))
-        for refused in answer.runs:
-            if refused.error is not None:
-                raise status_error(refused.status_code, refused.error, None)
-        made = (wait_for_result(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
-        trials = []
-        for number, run in enumerate(await asyncio.gather(*made)):
-            copy = TrainingClient(self._connection, self._session, run.model_id, self._base_model)
-            trials.append(Trial(number, settings[number], copy, adams[number]))
-        return Sweep(self._connection, name, trials)
+    def _client_of(self, run: NewRun) -> TrainingClient:
+        return TrainingClient(self._session, run.model_id, self._base_model)
 
     def _log(self, **what: Any) -> Future[LogMetricsResponse]:
         return self._requests.post("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
@@ -469,12 +441,3 @@ class TrainingClient(Ready):
         if answer.sampling_session_id is not None:
             return await self._session.sampler(answer.sampling_session_id, self._base_model)
         return await self._session.create_sampler(model_path=answer.path)
-
-
-def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
-    """Return the optimizer of each copy. Raises UnsupportedInput."""
-    count = n if n is not None else len(lr or ())
-    if not 1 <= count <= MAX_SWEEP_RUNS or (lr is not None and len(lr) != count):
-        given = "" if lr is None else f", and lr has {len(lr)} rates"
-        raise UnsupportedInput(f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}")
-    return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count

@@ -10,9 +10,9 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from cotrain.clients.checkpoints import rules_of, superfluous
 from cotrain.clients.export import Dtype, Form
 from cotrain.clients.rest import RestClient
+from cotrain.clients.retention import rules_of, superfluous
 from cotrain.clients.service import ServiceClient
 from cotrain.commands.terminal import (
     AsJson,

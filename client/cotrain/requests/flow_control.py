@@ -1,18 +1,9 @@
-"""Flow control of a client's training requests: their size, how many are in flight, and in which order.
-
-A cotrain server receives a pass in one request, so that it adds the whole gradient or nothing. Other servers of
-the protocol publish a request size limit, and each request succeeds or fails separately: `chunks_of` and `combine`.
-
-Three classes limit and order requests:
+"""Order and limits of a client's training requests until the server accepts them.
 
 * *InFlightLimit* bounds the memory of requests that the server has not accepted yet; a call beyond it blocks.
 * *Dispatch* bounds the bytes and requests that are being sent at once.
-* *SendQueue* sends a run's requests in the order of their `seq_id`.
-
-No request overtakes one that a full server rejected:
-the server would stay full of requests that wait for the missing one.
-
-Only sizes and order are handled here; `transport/` sends the requests and interprets the responses.
+* *SendQueue* sends a run's requests in the order of their `seq_id`. No request overtakes one that a full server
+  rejected: the server would stay full of requests that wait for the missing one.
 """
 
 from __future__ import annotations
@@ -21,13 +12,10 @@ import asyncio
 import heapq
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
-from cotrain.errors import RateLimitError, UnsupportedInput
-from cotrain.wire.datums import ForwardBackwardOutput
-from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.sessions import ClientConfigResponse
+from cotrain.errors import RateLimitError
 
 T = TypeVar("T")
 
@@ -39,111 +27,6 @@ DISPATCH_REQUESTS = 32
 """Default limits of concurrent sending; the server may set the bytes. Each request holds a connection."""
 SLOWEST_REFUSAL = 3
 """Cap on the failure count for the delay after a full server: one request of each run, every 2 s."""
-
-_MIB = 1024**2
-_HEAD_BYTES = 4096
-_FRAME_BYTES = 6
-"""Upper bounds of the overhead in bytes: per request, and per datum."""
-
-
-# ---- Chunks of a pass -----------------------------------------------------------------------------
-
-
-def chunks_of(datums: Sequence[wire.Datum], config: ClientConfigResponse) -> list[Sequence[wire.Datum]]:
-    """Split a pass into the chunks that its server requires; a cotrain server receives it whole.
-
-    Raises UnsupportedInput if it exceeds the limits of a cotrain server for one request.
-    """
-    most = config.cotrain_max_pass_bytes
-    if most is None:
-        return [*cut(datums, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)]
-    if len(datums) > config.fwdbwd_max_chunk_len:
-        raise UnsupportedInput(
-            f"data has {len(datums)} datums; one call takes up to {config.fwdbwd_max_chunk_len} here, "
-            "because it adds all of its gradient or nothing. Send it in several calls: their "
-            "gradients add up"
-        )
-    size = _HEAD_BYTES + sum(datum.ByteSize() + _FRAME_BYTES for datum in datums)
-    if size > most:
-        raise UnsupportedInput(
-            f"data has {size / _MIB:.1f} MiB; one call takes up to {most / _MIB:.1f} MiB here "
-            "(COTRAIN_MAX_BODY_BYTES of the server), because it adds all of its gradient or "
-            "nothing. Send it in several calls: their gradients add up"
-        )
-    return [datums]
-
-
-def cut(datums: Sequence[wire.Datum], max_datums: int, max_bytes: int) -> list[list[wire.Datum]]:
-    """Split datums, in order, into the fewest chunks within both limits; an empty list gives one chunk.
-
-    A single datum over the limit gets its own chunk.
-    """
-    chunks: list[list[wire.Datum]] = [[]]
-    chunk_bytes = 0
-    for datum in datums:
-        size = datum.ByteSize()
-        is_full = len(chunks[-1]) == max_datums or chunk_bytes + size > max_bytes
-        if chunks[-1] and is_full:
-            chunks.append([])
-            chunk_bytes = 0
-        chunks[-1].append(datum)
-        chunk_bytes += size
-    return chunks
-
-
-def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Combine the results of a pass's chunks, in order, into the result of the whole pass.
-
-    The suffix of a metric's name selects the reduction:
-
-    * `:sum`, `:min`, `:max`, and `:mean` weighted by number of datums;
-    * `:slack`, the maximum less that mean;
-    * `:unique`, every value, as `name`, `name_1`, ….
-
-    Metrics with another suffix, or missing in a chunk, are left out.
-    """
-    first, *others = outputs
-    if not others:
-        return first
-    metrics: dict[str, float] = {}
-    for name in first.metrics:
-        if all(name in output.metrics for output in others):
-            metrics.update(_combine_metric(name, outputs))
-    return ForwardBackwardOutput(
-        loss_fn_output_type=first.loss_fn_output_type,
-        loss_fn_outputs=[datum for output in outputs for datum in output.loss_fn_outputs],
-        metrics=metrics,
-    )
-
-
-def _combine_metric(name: str, outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
-    values = [output.metrics[name] for output in outputs]
-    weights = [len(output.loss_fn_outputs) for output in outputs]
-    kind = name.rpartition(":")[2]
-    if kind == "unique":
-        return {f"{name}_{number}" if number else name: value for number, value in enumerate(values)}
-    if kind not in _REDUCERS:
-        return {}
-    return {name: _REDUCERS[kind](values, weights)}
-
-
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    total = sum(weights)
-    if not total:  # no chunk has datums, so there are no weights
-        return sum(values) / len(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-
-
-_REDUCERS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
-    "sum": lambda values, _: sum(values),
-    "min": lambda values, _: min(values),
-    "max": lambda values, _: max(values),
-    "mean": _mean,
-    "slack": lambda values, weights: max(values) - _mean(values, weights),
-}
-
-
-# ---- Limits and order -----------------------------------------------------------------------------
 
 
 class InFlightLimit:

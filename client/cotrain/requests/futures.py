@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 from typing_extensions import override
 
 from cotrain.errors import ClientClosed
-from cotrain.requests.connection import NOT_PICKLED, BackgroundLoop, check_not_forked
+from cotrain.requests.background_loop import NOT_PICKLED, BackgroundLoop, check_not_forked
 from cotrain.transport.progress import PROGRESS
 
 T = TypeVar("T")

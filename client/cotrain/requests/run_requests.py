@@ -19,9 +19,12 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.connection import Connection, check_not_forked, wait_for_pass, wait_for_result
-from cotrain.requests.flow_control import SendQueue, chunks_of, combine, cut
+from cotrain.requests.background_loop import check_not_forked
+from cotrain.requests.chunks import chunks_of, combine, cut
+from cotrain.requests.connection import Connection
+from cotrain.requests.flow_control import SendQueue
 from cotrain.requests.futures import Future
+from cotrain.requests.polling import wait_for_pass, wait_for_result
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
@@ -88,7 +91,7 @@ class RunRequests:
         # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
         return self._send(path, [request(model_id=self.model_id, seq_id=1, **fields)], wait)
 
-    def pass_over(
+    def send_pass(
         self,
         data: Sequence[Datum],
         loss_fn: str,
@@ -115,7 +118,7 @@ class RunRequests:
         method = "forward" if forward_only else "forward_backward"
         return self._send("forward_backward", requests, wait, method)
 
-    def forwards_over(
+    def send_forwards(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None
     ) -> list[Future[ForwardBackwardOutput]]:
         """POST forwards as the run's next requests, in parts as large as the server's chunk size.
@@ -127,7 +130,7 @@ class RunRequests:
         requests = [wrap_datums(self.model_id, 1, part, loss_fn, loss_fn_config, forward_only=True) for part in parts]
         return [self._send("forward_backward", [each], self._pass_result) for each in requests]
 
-    def pass_twice(self, data: Sequence[Datum], custom: CustomPass) -> Future[ForwardBackwardOutput]:
+    def send_custom_pass(self, data: Sequence[Datum], custom: CustomPass) -> Future[ForwardBackwardOutput]:
         """POST a forward and, once `custom` has processed its result, a backward with as many datums.
 
         Both have their `seq_id`s before this returns, so later requests of the run come after both.
@@ -175,7 +178,7 @@ class RunRequests:
             self._lost.add(seq_id)
         post = self._transport.post_once if is_abandoned else self._transport.post
         try:
-            await post("forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture))
+            await post("forward_backward", self._empty_pass(seq_id), reader(UntypedAPIFuture))
         except APIError as error:
             if is_transient(error):
                 self._lost.add(seq_id)
@@ -186,7 +189,7 @@ class RunRequests:
         """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
         for seq_id in sorted(self._lost):
             try:
-                await self._accepted("forward_backward", self._nothing_at(seq_id))
+                await self._accepted("forward_backward", self._empty_pass(seq_id))
             except APIError as error:
                 if is_transient(error):
                     raise
@@ -220,7 +223,7 @@ class RunRequests:
         self._in_flight.acquire(size_bytes, len(requests))
         with self._ordering:
             seq_ids = self.reserve(len(requests) * seq_ids_each)
-            numbered = [_at(seq_ids[i], request) for i, request in enumerate(requests)]
+            numbered = [_numbered(seq_ids[i], request) for i, request in enumerate(requests)]
             accepted = self._loop.start(self._submit(path, numbered, size_bytes))
         return accepted, seq_ids
 
@@ -256,7 +259,7 @@ class RunRequests:
         future = await self._transport.post(path, request, reader(UntypedAPIFuture), raises_busy=raises_busy)
         return future.request_id
 
-    def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
+    def _empty_pass(self, seq_id: int) -> wire.ForwardBackwardRequest:
         return self._cross_entropy(seq_id, [], forward_only=True)
 
     def _outcome(
@@ -327,7 +330,7 @@ def _size(request: BaseModel | Message) -> int:
     return SMALL_BYTES if isinstance(request, BaseModel) else request.ByteSize()
 
 
-def _at(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:
+def _numbered(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:
     """Return the request with its `seq_id` set."""
     if isinstance(request, SequencedRequest):
         return request.model_copy(update={"seq_id": seq_id})

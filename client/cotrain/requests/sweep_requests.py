@@ -12,9 +12,11 @@ from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
-from cotrain.requests.connection import BackgroundLoop, Connection, wait_for_pass, wait_for_result
-from cotrain.requests.flow_control import chunks_of
+from cotrain.requests.background_loop import BackgroundLoop
+from cotrain.requests.chunks import chunks_of
+from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future
+from cotrain.requests.polling import wait_for_pass, wait_for_result
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import is_transient, reader
@@ -65,7 +67,7 @@ class _Joint(Generic[Answer]):
         return await asyncio.shield(attempt)
 
 
-def pass_over_all(
+def send_sweep_pass(
     connection: Connection,
     runs: Sequence[RunRequests],
     data: Sequence[Datum],

@@ -1,4 +1,4 @@
-"""Resumable downloads of files, and streaming uploads of adapters.
+"""Resumable downloads of files.
 
 A partial download is stored in the target's folder. Its name contains the server's name for exactly these
 bytes (`ETag`). So another process can resume it too, and bytes of different files are never mixed.
@@ -6,16 +6,14 @@ bytes (`ETag`). So another process can resume it too, and bytes of different fil
 
 import asyncio
 import re
-import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 
 import httpx
 
-from cotrain.errors import APIConnectionError, ForeignAnswer, UnsupportedInput
+from cotrain.errors import APIConnectionError, ForeignAnswer
 from cotrain.transport.responses import is_page, refusal
 
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
@@ -120,71 +118,3 @@ def _request(http: httpx.AsyncClient, url: str, headers: dict[str, str]) -> http
     request = http.build_request("GET", url, headers=headers, timeout=TIMEOUT)
     del request.headers["X-API-Key"]
     return request
-
-
-TENSORS = "adapter_model.safetensors"
-ADAPTER_FILES = ("adapter_config.json", TENSORS)
-#: Pickles, and weights in several files.
-OTHER_WEIGHTS = (
-    "adapter_model*.bin", "pytorch_model*.bin", "adapter_model*.pt", "adapter_model*.pth", "*.pkl",
-    "*.pickle", "*.ckpt", "adapter_model-*.safetensors", "adapter_model.safetensors.index.json",
-)  # fmt: skip
-CHUNK_BYTES = 1024**2
-
-
-@dataclass(frozen=True)
-class UploadArchive:
-    """Content of an upload, in order: bytes, and files."""
-
-    parts: tuple[bytes | Path, ...]
-    size: int
-
-    async def chunks(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[bytes]:
-        """Yield the bytes from the start; `progress` is called with the bytes sent and the total."""
-        sent = 0
-        for part in self.parts:
-            async for chunk in _content(part):
-                yield chunk
-                sent += len(chunk)
-                if progress:
-                    progress(sent, self.size)
-
-
-def archive_of(source: Path) -> UploadArchive:
-    """Return an archive unchanged, or the two files of a PEFT folder as a tar.
-
-    Raises OSError, or UnsupportedInput for weights in another form.
-    """
-    if not source.is_dir():
-        return UploadArchive((source,), source.stat().st_size)
-    _refuse_other_weights(source)
-    parts: list[bytes | Path] = []
-    for name in ADAPTER_FILES:
-        info = tarfile.TarInfo(name)
-        info.size = (source / name).stat().st_size
-        parts += [info.tobuf(tarfile.GNU_FORMAT), source / name, bytes(-info.size % tarfile.BLOCKSIZE)]
-    parts.append(bytes(2 * tarfile.BLOCKSIZE))
-    return UploadArchive(tuple(parts), sum(map(_size, parts)))
-
-
-def _refuse_other_weights(folder: Path) -> None:
-    if (folder / TENSORS).exists():
-        return
-    names = sorted(path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))
-    if names:
-        raise UnsupportedInput(
-            f"Only safetensors checkpoints are accepted. {folder} holds {names[0]}: save the adapter as one {TENSORS}."
-        )
-
-
-def _size(part: bytes | Path) -> int:
-    return part.stat().st_size if isinstance(part, Path) else len(part)
-
-
-async def _content(part: bytes | Path) -> AsyncIterator[bytes]:
-    if isinstance(part, bytes):
-        yield part
-        return
-    with await asyncio.to_thread(part.open, "rb") as file:
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            yield chunk

@@ -31,7 +31,7 @@ class Failures:
         self._logged_at = -LOG_EVERY_S
         self._failed_since = 0.0
 
-    def note(self, operation: str, key: str, reason: str) -> None:
+    def record(self, operation: str, key: str, reason: str) -> None:
         """Count a failure."""
         self.count(operation)
         now = time.monotonic()
@@ -42,7 +42,7 @@ class Failures:
         if is_due:
             log.error("object_store_unavailable", operation=operation, key=key, reason=reason)
 
-    def note_success(self) -> None:
+    def record_success(self) -> None:
         """Log once that the store is available again."""
         if self._failed_since:
             with self._lock:
@@ -145,7 +145,7 @@ class Objects:
                 return
             reason = _sentence(missing)
             if self._prefix + key != MARK and not self._is_ours():
-                FAILURES.note(operation, key, reason)
+                FAILURES.record(operation, key, reason)
                 raise BlobsUnavailable(f"There is no {MARK} in the store: {reason}") from missing
             raise FileNotFoundError(errno.ENOENT, reason, key) from missing
         except exceptions.AlreadyExistsError as there:
@@ -153,10 +153,10 @@ class Objects:
         except (exceptions.BaseError, ValueError, OSError) as failed:
             if isinstance(failed, BlobsUnavailable):
                 raise
-            FAILURES.note(operation, key, _sentence(failed))
+            FAILURES.record(operation, key, _sentence(failed))
             raise BlobsUnavailable(_sentence(failed), is_refusal=isinstance(failed, _REFUSALS)) from failed
         else:
-            FAILURES.note_success()
+            FAILURES.record_success()
 
     def _is_ours(self) -> bool:
         """Return True if this is the configured store: a missing bucket has no objects, either."""

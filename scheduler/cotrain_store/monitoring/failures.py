@@ -103,7 +103,7 @@ class Refusals:
         self._newest: dict[TenantId, dict[str, object]] = {}
         self._storing: asyncio.Task[None] | None = None
 
-    def note(self, tenant: TenantId, refused: Refused) -> None:
+    def record(self, tenant: TenantId, refused: Refused) -> None:
         """Count a refused request of a tenant. A missing resource is no refusal."""
         if refused.reason.status not in _COUNTED:
             return
@@ -138,7 +138,7 @@ class Refusals:
 
 
 @contextmanager
-def noted_exit(connection: SyncConnection, base_model: str, worker: WorkerId) -> Iterator[None]:
+def recorded_exit(connection: SyncConnection, base_model: str, worker: WorkerId) -> Iterator[None]:
     """Store an exception of the block as the worker's last exit, and raise it again."""
     try:
         yield
@@ -150,7 +150,7 @@ def noted_exit(connection: SyncConnection, base_model: str, worker: WorkerId) ->
         raise
 
 
-def note_silent_exit(
+def record_silent_exit(
     connection: SyncConnection, base_model: str, worker: WorkerId, predecessor: WorkerHeartbeat | None
 ) -> None:
     """Store the exit of a predecessor that left its heartbeat behind, unless its exit is stored."""

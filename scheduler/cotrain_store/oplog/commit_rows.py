@@ -7,7 +7,7 @@ from typing import Any
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
+from cotrain_store.disk.stored_results import RUN_STOPPED, UNLOADED
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, WorkerId, encode, run_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import (

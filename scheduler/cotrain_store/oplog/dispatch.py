@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.storage import CANCEL, TTL_MS
+from cotrain_store.disk.stored_results import CANCEL, TTL_MS
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Move, Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
@@ -156,9 +156,9 @@ class Dispatch:
         }  # fmt: skip
         return bool(await self._deregister(args) == b"OK")
 
-    async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
+    async def request_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
         """Request the move of a run. Return False if it is impossible or the run was moved recently."""
-        return await self.moves.request_move(pool, run, to, self._own)
+        return await self.moves.request_as_leader(pool, run, to, self._own)
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""

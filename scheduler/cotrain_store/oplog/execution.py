@@ -13,7 +13,8 @@ from typing import Any
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, SpoolReferences
-from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED, stored_results
+from cotrain_store.disk.stored_results import RUN_STOPPED, UNLOADED, store_results
+from cotrain_store.disk.sweep import SweepLease
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import OpId, PoolId, RunId, TenantId, WorkerId, decode, encode, request_id, seq_of
@@ -26,7 +27,6 @@ from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script, worker_args
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_store.usage import cycle_counts, minute_of, training_amounts
-from cotrain_store.weights import SweepLease
 
 #: Number of ops before a snapshot whose digests are kept, for very late retries.
 DIGESTS_KEPT = 1_024
@@ -248,7 +248,7 @@ class Execution:
             answer: bytes = self._commit(written, json.dumps(record), *values)
             return answer
 
-        answer = stored_results(in_order, self._results, commit)
+        answer = store_results(in_order, self._results, commit)
         if answer == b"ORDER":
             raise AssertionError(f"cycle {step.cycle} holds an op whose predecessor is not committed")
 

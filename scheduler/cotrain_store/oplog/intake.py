@@ -15,15 +15,16 @@ from typing import Any
 import structlog
 
 from cotrain_store import redis_keys
+from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.disk.storage import UNLOADED, Capacity
+from cotrain_store.disk.stored_results import UNLOADED
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId, WeightsRef, encode, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.messages.runs import RunRecord, RunState, pool_record
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import current_traceparent
+from cotrain_store.monitoring.traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import RunWeight, weigh_run

@@ -26,13 +26,13 @@ QUIET_S = 600.0
 
 
 class Moves:
-    """Requests for moves, made by the operator or the scheduler."""
+    """Requests for moves, by the operator or the scheduler."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._ask = async_script(connection, "move_ask")
+        self._request = async_script(connection, "move_request")
 
-    async def ask(self, pool: PoolId, run: RunId, to: WorkerId) -> None:
+    async def request(self, pool: PoolId, run: RunId, to: WorkerId) -> None:
         """Request the move of a run for the operator. Idempotent.
 
         Raises:
@@ -50,7 +50,7 @@ class Moves:
             case b"UNOWNED":
                 raise Refused(Reason.CANNOT_MOVE, f"Run {run} has no worker yet. Its next request assigns one.")
 
-    async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, leader: Mapping[str, str]) -> bool:
+    async def request_as_leader(self, pool: PoolId, run: RunId, to: WorkerId, leader: Mapping[str, str]) -> bool:
         """Request a move for the scheduler. Return False if it is impossible or the run was moved within QUIET_S.
 
         `leader` are the arguments that fence it. Raises Fenced: a newer scheduler leads.
@@ -66,7 +66,7 @@ class Moves:
             **leader, "prefix": redis_keys.prefix(pool), "run": run, "to": to,
             "now_ms": int(time.time() * 1000), "quiet_ms": quiet_s * 1000,
         }  # fmt: skip
-        return bytes(await self._ask(args))
+        return bytes(await self._request(args))
 
 
 class OwnMoves:
@@ -103,7 +103,7 @@ class Drains:
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
-    async def ask(self, pool: PoolId, worker: WorkerId) -> None:
+    async def request(self, pool: PoolId, worker: WorkerId) -> None:
         """Request the drain of a worker; raises WORKER_NOT_FOUND."""
         is_known = await self._redis.sismember(redis_keys.workers(pool), worker)
         if not is_known and not await self._redis.exists(redis_keys.worker(pool, worker)):
@@ -111,7 +111,7 @@ class Drains:
         await self._redis.hsetnx(redis_keys.draining(pool), worker, f"{time.time():.3f}")
         await self._redis.publish(redis_keys.notify_worker(pool, worker), "drain")
 
-    async def take_back(self, pool: PoolId, worker: WorkerId) -> bool:
+    async def withdraw(self, pool: PoolId, worker: WorkerId) -> bool:
         """Withdraw the drain of a worker. Return False if none was requested."""
         found = await self._redis.hdel(redis_keys.draining(pool), worker)
         await self._redis.publish(redis_keys.notify_worker(pool, worker), "drain")
@@ -130,7 +130,7 @@ class OwnDrain:
         self._worker = worker
         self._deregister = sync_script(connection, "deregister")
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Return True if the operator requested a drain of this worker."""
         return bool(self._redis.hexists(redis_keys.draining(self._pool), self._worker))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
-from cotrain_store.disk.storage import is_spooled, whole_result
+from cotrain_store.disk.stored_results import is_spooled, whole_result
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Result, Step

@@ -1,14 +1,4 @@
-"""Clients of Redis that batch the commands of concurrent callers, or wait until replicas have each write on disk.
-
-* Batching. While one batch is in flight, the next one gathers. Under load a request then costs a share of a round trip,
-  and of an fsync: with `appendfsync always`, Redis syncs once for all commands that arrived together. A single request
-  costs the same as without batching.
-* Replicas (`WAITAOF`, Redis 7.2, Valkey). A write that Redis has acknowledged is on its own disk only, and is lost with
-  its host. After each write that a promise depends on, a client waits for replicas to fsync it. If too few do, the write
-  is not rolled back. Its caller gets a transient refusal, as with a full disk, and repeats the write, which is idempotent.
-* Refusals. redis-py raises the error type of a reply's code. It has no type for some codes. In Redis 6.2 every error
-  within a script is an `ERR` with the code in its text.
-"""
+"""Clients of Redis that batch the commands of concurrent callers, or wait until replicas have each write on disk."""
 
 import asyncio
 import re
@@ -26,7 +16,7 @@ class RedisRefuses(ResponseError):
     """Redis refuses writes, or all commands, until its operator or time resolves the cause."""
 
 
-#: Codes for a script that runs too long, a failing disk, too few replicas and a missing master.
+#: Codes without an error type in redis-py: a script that runs too long, a failing disk, too few replicas, no master.
 _UNNAMED = ("BUSY", "UNKILLABLE", "MISCONF", "NOREPLICAS")
 #: Errors that require an operator: each one is logged.
 NEEDS_OPERATOR = (RedisRefuses, ReadOnlyError)
@@ -46,7 +36,10 @@ def name_refusals() -> None:
 
 
 def named(refused: ResponseError) -> ResponseError:
-    """Return the error of a script as the exception type of its reply code, if it is transient."""
+    """Return the error of a script as the exception type of its reply code, if it is transient.
+
+    In Redis 6.2 every error within a script is an `ERR` with the code in its text.
+    """
     code = _IN_SCRIPT.search(str(refused))
     return _TYPES[code[1]](str(refused)) if code else refused
 
@@ -59,7 +52,12 @@ _Asked: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
 
 
 class BatchingRedis(redis.asyncio.Redis):
-    """Connection for processes with many concurrent callers. Commands of different callers keep no order."""
+    """Connection for processes with many concurrent callers. Commands of different callers keep no order.
+
+    While one batch is in flight, the next one gathers. Under load a request then costs a share of a round trip, and of
+    an fsync: with `appendfsync always`, Redis syncs once for all commands that arrived together. A single request
+    costs the same as without batching.
+    """
 
     _asked: list[_Asked]
     _sending: asyncio.Task[None] | None = None
@@ -128,7 +126,11 @@ AWAITED = frozenset({"EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRB
 
 
 class ReplicatedRedis(redis.asyncio.Redis):
-    """Connection of the scheduler."""
+    """Connection of the scheduler that waits until replicas have each write on disk.
+
+    A write that only Redis has acknowledged is lost with its host. If too few replicas fsync a write, it is not rolled
+    back. Its caller gets a transient refusal, as with a full disk, and repeats the write, which is idempotent.
+    """
 
     replicas: int
 

@@ -1,14 +1,4 @@
-"""Connections to Redis, the check of its durability settings, subscriptions, and the store's clock.
-
-All classes with a role in the store (intake, dispatch, execution, futures, records, tenants, status, sampling)
-get their connection from here. A Redis that could lose acknowledged writes is rejected.
-
-A subscription is renewed after Redis was unavailable. Messages are lost while it is down. After each (re)subscription
-the subscriber must therefore reload everything.
-
-The store's clock starts at a time of day, and the leading scheduler advances it. Unlike the clocks of the host
-and of Redis, it never jumps, and it stops while no scheduler runs.
-"""
+"""Connections to Redis, the check of its durability settings, subscriptions, and the store's clock."""
 
 import asyncio
 import time
@@ -46,7 +36,7 @@ _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: Transient errors, which callers retry: Redis is unavailable or rejects writes (full, read-only, busy …).
 CONNECTION_LOST = (*_UNANSWERED, *REFUSALS)
 #: Any error of Redis. Only for tasks that run until their process ends; they log the error and continue.
-ANY_TROUBLE = (RedisError,)
+ANY_REDIS_ERROR = (RedisError,)
 #: Required settings of Redis, so that an acknowledged write survives a kill and a power cut.
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 #: Maximum number of connections, for which callers queue. redis-py's default pool is unbounded, and fails under
@@ -181,7 +171,11 @@ async def replies(connection: Connection, commands: Iterable[tuple[Any, ...]]) -
 
 
 async def clock_ms(connection: Connection) -> int:
-    """Return the store's clock in ms. Before the first scheduler it is the host's clock."""
+    """Return the store's clock in ms. Before the first scheduler it is the host's clock.
+
+    It starts at a time of day, and the leading scheduler advances it. Unlike the clocks of the host and of Redis, it
+    never jumps, and it stops while no scheduler runs.
+    """
     return parse_ms(await connection.get(redis_keys.clock()))
 
 
@@ -197,7 +191,8 @@ RETRY_S = 0.2
 class ChannelSubscriber:
     """Subscriber that calls `receive` with each message of a channel, and with None after each subscription.
 
-    `others` are tasks that run during the same time.
+    The subscription is renewed after Redis was unavailable. Messages are lost while it is down, so `receive` must
+    reload everything for None. `others` are tasks that run during the same time.
     """
 
     def __init__(
@@ -228,8 +223,8 @@ async def _listen(connection: Connection, channel: str, receive: Callable[[bytes
                 await subscription.subscribe(channel)
                 async for message in subscription.listen():
                     await receive(None if message["type"] == "subscribe" else message["data"])
-        except ANY_TROUBLE as trouble:
-            note_trouble(f"listen {channel}", trouble)
+        except ANY_REDIS_ERROR as error:
+            log_redis_error(f"listen {channel}", error)
             await asyncio.sleep(RETRY_S)
 
 
@@ -239,11 +234,11 @@ async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) 
         await asyncio.sleep(every_s)
         try:
             await act()
-        except ANY_TROUBLE as trouble:
-            note_trouble(name, trouble)
+        except ANY_REDIS_ERROR as error:
+            log_redis_error(name, error)
 
 
-def note_trouble(name: str, trouble: Exception) -> None:
+def log_redis_error(name: str, error: Exception) -> None:
     """Log an error of Redis. Transient unavailability or full memory is not logged here, but by others."""
-    if isinstance(trouble, NEEDS_OPERATOR) or not isinstance(trouble, CONNECTION_LOST):
-        log.error("redis_error", task=name, error=str(trouble))
+    if isinstance(error, NEEDS_OPERATOR) or not isinstance(error, CONNECTION_LOST):
+        log.error("redis_error", task=name, error=str(error))

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
-from cotrain_store.disk.storage import is_spooled, whole_result
+from cotrain_store.disk.stored_results import is_spooled, whole_result
 from cotrain_store.errors import RequestNotFound, RunNotFound, SampleExpired, SamplerNotFound, SpoolCorrupt
 from cotrain_store.messages.ids import (
     PoolId,
@@ -39,7 +39,7 @@ from cotrain_store.redis_client.connection import (
     repeat,
     replies,
 )
-from cotrain_store.results.delivery import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
+from cotrain_store.results.delivery_log import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
 from cotrain_store.results.queue_notice import (
     Backlogs,
     client_seq,

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody, decode_sample
 from cotrain_store.disk.spool import Spool
-from cotrain_store.disk.storage import CANCEL, TTL_MS, stored_results
+from cotrain_store.disk.stored_results import CANCEL, TTL_MS, store_results
 from cotrain_store.errors import MalformedBody, SpoolCorrupt
 from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, WeightsRef, WorkerId
@@ -124,7 +124,7 @@ class SampleClaims:
             answer: bytes = self._resolve(args, *(value for value, _ in encoded))
             return answer
 
-        stored_results(list(results.values()), self._results, resolve)
+        store_results(list(results.values()), self._results, resolve)
 
     @cached_property
     def _base_model(self) -> str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample
+from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.disk.storage import CANCEL, TTL_MS, Capacity
+from cotrain_store.disk.stored_results import CANCEL, TTL_MS
 from cotrain_store.errors import Reason, Refused, SamplerNotFound, SeqConflict
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import (
@@ -28,7 +29,7 @@ from cotrain_store.messages.ids import (
 )
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import current_traceparent
+from cotrain_store.monitoring.traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.quotas import Quotas, QuotasOf

@@ -8,6 +8,6 @@ if not text or cjson.decode(text).tenant ~= args.tenant then
   return 'GONE'
 end
 redis.call('DEL', checkpoint)
-strike_checkpoint(args.tenant, args.member)
+remove_checkpoint(args.tenant, args.member)
 release_weights(cjson.decode(text).weights)
 return 'OK'

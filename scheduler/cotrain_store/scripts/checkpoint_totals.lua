@@ -3,7 +3,7 @@
 local args = cjson.decode(ARGV[1])
 local sizes = 'cotrain:tenant:' .. args.tenant .. ':checkpoint_sizes'
 
-strike_expired(args.tenant)
+remove_expired(args.tenant)
 local bytes = 0
 for _, size in ipairs(redis.call('HVALS', sizes)) do
   bytes = bytes + tonumber(size)

@@ -15,7 +15,7 @@ end
 -- Queue an event when the mean rollout gap of a run's pass exceeds the limit of its tenant's webhook. The next event of the run
 -- follows only after a pass below the limit.
 local drift_limits = {}
-local function note_drift(tenant, run, seq, found)
+local function record_drift(tenant, run, seq, found)
   if (found.sampled or 0) == 0 then
     return
   end
@@ -26,7 +26,7 @@ local function note_drift(tenant, run, seq, found)
   if gap <= limit then
     redis.call('HDEL', key, 'drifts')
   elseif redis.call('HSETNX', key, 'drifts', seq) == 1 then
-    note_event(tenant, 'run.drift', { training_run_id = run, seq = seq, rollout_gap = gap, limit = limit })
+    queue_event(tenant, 'run.drift', { training_run_id = run, seq = seq, rollout_gap = gap, limit = limit })
   end
 end
 
@@ -85,7 +85,7 @@ local function add_sampler(ref, run, save)
   end
 end
 
-local function note_unstored(ref, run, save)
+local function record_unstored(ref, run, save)
   redis.call('HSET', 'cotrain:weights:' .. ref, 'record', save.weights, 'worker', save.worker,
     'digest', '', 'size', 0, 'history', pack_history(history_of(run)))
   redis.call('SADD', prefix .. 'weights', ref)
@@ -104,7 +104,7 @@ local function write_save(ref, run, seq, save, result, ttl_ms)
   else
     return save.collision
   end
-  note_unstored(ref, run, save)
+  record_unstored(ref, run, save)
   return result
 end
 
@@ -121,7 +121,7 @@ for i, op in ipairs(args.ops) do
     end
     if result then
       if put_result(request, result, ttl_ms) then
-        note_unread(tenant, request, op.result_bytes, ttl_ms)
+        record_unread(tenant, request, op.result_bytes, ttl_ms)
       end
       resolved[#resolved + 1] = request
     end
@@ -136,8 +136,8 @@ for i, op in ipairs(args.ops) do
     if op.found and op.found.to_seq then
       points[run] = (points[run] or 0) + rewind_run(history_of(run), run, log, seq, op.found)
     elseif op.found then
-      points[run] = (points[run] or 0) + note_found(history_of(run), run, seq, op.found, op.tokens, args.time_s)
-      note_drift(tenant, run, seq, op.found)
+      points[run] = (points[run] or 0) + record_entry(history_of(run), run, seq, op.found, op.tokens, args.time_s)
+      record_drift(tenant, run, seq, op.found)
       if op.found.norm then
         redis.call('HSET', log, 'step:' .. seq, history_of(run).steps)
       end
@@ -173,7 +173,7 @@ for _, part in ipairs(args.back) do
   local run, tenant, log = part.run, part.tenant, prefix .. 'log:' .. part.run
   local row = redis.call('HMGET', log, 'state', 'next')
   redis.call('HSET', log, 'next', part.seq)
-  note_change(prefix, run)
+  record_change(prefix, run)
   if row[1] == 'live' then
     if part.begun > 0 then
       redis.call('HSET', log, 'begun', part.seq .. ':' .. part.begun .. ':' .. args.epoch)
@@ -188,7 +188,7 @@ for _, part in ipairs(args.back) do
   end
 end
 for tenant in pairs(served) do
-  strike_if_idle(prefix, tenant)
+  remove_if_idle(prefix, tenant)
 end
 redis.call('HDEL', open, cycle)
 redis.call('HDEL', prefix .. 'starts', cycle)

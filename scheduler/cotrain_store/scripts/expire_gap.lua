@@ -19,6 +19,6 @@ for seq = missing + 1, tonumber(row[2]) do
   end
 end
 set_given_up(log, prefix .. 'queue:' .. tenant, ops, bytes, since)
-strike_if_idle(prefix, tenant)
+remove_if_idle(prefix, tenant)
 redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 return 'OK'

@@ -25,6 +25,6 @@ redis.call('HSET', log, 'worker', args.to, 'moved_ms', string.format('%.0f', arg
 redis.call('HDEL', log, 'begun') -- an open pass restarts on the target
 redis.call('HDEL', moves, run)
 redis.call('HINCRBY', prefix .. 'counters', 'moves', 1)
-note_change(prefix, run)
+record_change(prefix, run)
 redis.call('PUBLISH', 'cotrain:notify:scheduler', 'ready ' .. string.match(prefix, '{.*$') .. args.to)
 return 'OK'

@@ -42,7 +42,7 @@ for _, ref in ipairs(redis.call('SMEMBERS', unstored)) do
 end
 for run in pairs(runs) do
   redis.call('HSET', prefix .. 'log:' .. run, 'worker', successor)
-  note_change(prefix, run)
+  record_change(prefix, run)
 end
 
 local resolved = {}

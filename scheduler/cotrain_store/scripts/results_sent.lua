@@ -3,6 +3,6 @@
 local args = cjson.decode(ARGV[1])
 
 for _, sent in ipairs(args.sent) do
-  note_read(sent.tenant, sent.request)
+  record_read(sent.tenant, sent.request)
 end
 return 'OK'

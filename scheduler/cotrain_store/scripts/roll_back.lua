@@ -33,6 +33,6 @@ redis.call('HDEL', log, 'numerics', 'oldnumerics', 'begun')
 redis.call('HSET', 'cotrain:run:' .. run, 'weights_epoch', weights_epoch, 'rolled_back_to', args.path)
 redis.call('HINCRBY', prefix .. 'counters', 'rollbacks', 1)
 cut_history(args.tenant, run, args.kept, redis.call('HGET', 'cotrain:weights:' .. args.weights, 'history'))
-note_change(prefix, run)
+record_change(prefix, run)
 redis.call('PUBLISH', 'cotrain:notify:results', table.concat(resolved, '\n'))
 return 'OK'

@@ -15,7 +15,7 @@ for i, ended in ipairs(args.requests) do
   local tenant = finish(args.lives, request, ARGV[RESULTS + i], ttl_ms, ended.failed, ended.result_bytes)
   if tenant then
     resolved[#resolved + 1] = request
-    note_unread(tenant, request, ended.result_bytes, ttl_ms)
+    record_unread(tenant, request, ended.result_bytes, ttl_ms)
     add_minute(args.minute, ended.counts, args.minute_ttl_s)
     if ended.failed == 1 then
       add_failure(args.minute, tenant, request, ARGV[RESULTS + i], args.minute_ttl_s)

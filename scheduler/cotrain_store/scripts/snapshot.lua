@@ -23,7 +23,7 @@ for covered = snap + 1, seq do
     return 'UNSTORED'
   end
 end
-note_copy(log, args.size)
+record_copy(log, args.size)
 cut_log(prefix, run, tonumber(row[5] or -1) + 1, snap, args.digests_kept)
 redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'oldsnap', snap,
   'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')

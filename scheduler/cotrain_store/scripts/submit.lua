@@ -140,7 +140,7 @@ local function submit(args, body, save_body)
     redis.call('ZADD', prefix .. 'gaps', 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
     return { 'NEW', log_seq }
   end
-  note_change(prefix, run)
+  record_change(prefix, run)
   if log_seq == next_seq then
     redis.call('ZREM', prefix .. 'gaps', run)
     set_given_up(log, queue, 0, 0)

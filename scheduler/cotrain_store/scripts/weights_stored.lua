@@ -29,7 +29,7 @@ if row[2] then
   if seq then -- no later save of this name is stored: it would have deleted this entry
     redis.call('ZREMRANGEBYSCORE', pending, '-inf', seq)
     write_checkpoint(args.checkpoint, record)
-    note_event(record.tenant, 'checkpoint.saved', {
+    queue_event(record.tenant, 'checkpoint.saved', {
       training_run_id = record.run, tinker_path = 'tinker://' .. member, size_bytes = size,
     })
   end
@@ -39,7 +39,7 @@ else
   local tenant = cjson.decode(row[4]).tenant
   for _, user in ipairs(redis.call('SMEMBERS', weights .. ':users')) do
     if string.sub(user, 1, 2) == 's:' then
-      note_sampler_bytes(tenant, string.sub(user, 3), size)
+      record_sampler_bytes(tenant, string.sub(user, 3), size)
     end
   end
 end

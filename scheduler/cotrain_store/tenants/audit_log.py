@@ -73,22 +73,22 @@ class Audit:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._note = async_script(connection, "audit")
+        self._append = async_script(connection, "audit")
 
     def act(
         self, tenant: Tenant, event: AuditEvent, details: Mapping[str, str | int | None]
     ) -> AbstractAsyncContextManager[Act]:
         """Record a tenant's act within the block; `details` of a checkpoint contain its `tinker_path`."""
-        return self._noted(tenant.id, event, details, tenant.key_id, tenant.name)
+        return self._recorded(tenant.id, event, details, tenant.key_id, tenant.name)
 
     def act_of_operator(
         self, tenant: TenantId | None, event: AuditEvent, details: Mapping[str, str | float | None]
     ) -> AbstractAsyncContextManager[Act]:
         """Record the operator's act within the block, with the tenant that it concerns, if any."""
-        return self._noted(tenant, event, details, OPERATOR, OPERATOR)
+        return self._recorded(tenant, event, details, OPERATOR, OPERATOR)
 
     @asynccontextmanager
-    async def _noted(
+    async def _recorded(
         self,
         tenant: TenantId | None,
         event: AuditEvent,
@@ -124,7 +124,7 @@ class Audit:
             "streams": streams, "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
             "key_id": key_id, "key_name": key_name, "kept": EVENTS_KEPT,
         }  # fmt: skip
-        return dict(zip(streams, await self._note(args), strict=True))
+        return dict(zip(streams, await self._append(args), strict=True))
 
     async def page(self, tenant: TenantId | None, before: str | None, limit: int) -> list[AuditEntry]:
         """Return events, newest first, of one tenant or of all. `before` is the id of the last event already read."""

@@ -14,8 +14,8 @@ from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, decode
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord, session_record
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection, replies
+from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_store.tenants.records import Records, read_runs
-from cotrain_store.weights import Checkpoints
 
 Item = TypeVar("Item")
 READ_AT_ONCE = 100
@@ -51,7 +51,7 @@ class Catalog:
         self, tenant: TenantId, offset: int, limit: int, project: str | None = None, among: Container[str] | None = None
     ) -> Page[RunEntry]:
         """Return a page of a tenant's runs, optionally of one project, or `among` these."""
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         sessions = None if project is None else await self._sessions_in(tenant, project)
 
         def is_shown(run: str) -> bool:
@@ -65,7 +65,7 @@ class Catalog:
 
     async def accessible_runs(self, tenant: TenantId, offset: int, limit: int) -> Page[RunEntry]:
         """Return a page of a tenant's runs, and of others' runs with a published checkpoint."""
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         own = await self._redis.zrange(redis_keys.training_runs(tenant), 0, -1, withscores=True)
         published = await self._published()
         others = [run for run in await read_runs(self._redis, published) if run.tenant != tenant]
@@ -80,7 +80,7 @@ class Catalog:
 
     async def run(self, tenant: TenantId, name: str, *, accessible: bool) -> RunEntry:
         """Return one run; raises RunNotFound."""
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         try:
             run = await self._records.run(tenant, name)
         except RunNotFound:
@@ -94,7 +94,7 @@ class Catalog:
         """Return the checkpoints of one run; for another tenant's run, the published ones. Raises RunNotFound: unknown,
         or another tenant's without a published checkpoint.
         """
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         try:
             own = await self._records.run(tenant, run)
         except RunNotFound:
@@ -109,7 +109,7 @@ class Catalog:
         self, tenant: TenantId, offset: int, limit: int, keep: Callable[[str], bool] | None = None
     ) -> Page[CheckpointRecord]:
         """Return a page of a tenant's checkpoints, filtered by `keep` on `<run>/<kind>/<name>`."""
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         page = await self._page(redis_keys.tenant_checkpoints(tenant), offset, limit, keep)
         return Page(tuple(await self._checkpoint_records(page.items)), page.total_count)
 
@@ -124,7 +124,7 @@ class Catalog:
 
         A position is the time in µs and the member of the last checkpoint. It is None at the end.
         """
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         rows = await self._redis.zrange(redis_keys.tenant_checkpoints(tenant), 0, -1, withscores=True)
         newest_first = sorted(((round(score * 1_000_000), name.decode()) for name, score in rows), reverse=True)
         left = [each for each in newest_first if after is None or each < after]

@@ -19,10 +19,10 @@ from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, session_record, tags_of
 from cotrain_store.redis_client.connection import Connection, replies
 from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_store.tenants.history import read_points
 from cotrain_store.tenants.records import read_runs
 from cotrain_store.usage import usage_field, usage_hour
-from cotrain_store.weights import Checkpoints
 
 #: Maximum number of records read for one page. A rare match may be several pages later.
 LOOKED_AT = 1_000
@@ -274,7 +274,7 @@ class SessionSearch:
 
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
         """Return the number and bytes of the checkpoints of each session."""
-        await self._checkpoints.strike_expired(tenant)
+        await self._checkpoints.remove_expired(tenant)
         sizes = await self._redis.hgetall(redis_keys.checkpoint_sizes(tenant))
         by_session: dict[SessionId, Stored] = {}
         for member, size in sizes.items():

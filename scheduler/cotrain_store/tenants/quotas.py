@@ -15,8 +15,8 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.policies import Policies
 
 #: Lua scripts count exactly up to 2**53.
-LIMITS = 10**15
-AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
+MAX_LIMIT = 10**15
+AtLeastOne = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 
 #: Maximum delay until a change by the operator takes effect in every API process, in seconds.
 CACHE_S = 1.0
@@ -39,7 +39,7 @@ class Quotas(BaseModel):
     """Bytes of these requests."""
     runs: AtLeastOne = 1_000
     """Live runs."""
-    run_bytes: Annotated[int, Field(ge=0, le=LIMITS)] = 0
+    run_bytes: Annotated[int, Field(ge=0, le=MAX_LIMIT)] = 0
     """Bytes of live runs, each with its state once in memory and twice on disk. 0: 200 GB or, if
     larger, eight runs of the largest rank on the largest base model.
     """
@@ -69,7 +69,7 @@ class Quotas(BaseModel):
     checkpoint_bytes: AtLeastOne = 100_000_000_000
     """Bytes of stored checkpoints. Above it, saves fail."""
 
-    def over(self, own: Mapping[str, int]) -> Quotas:
+    def with_overrides(self, own: Mapping[str, int]) -> Quotas:
         """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""
         return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
 
@@ -83,7 +83,7 @@ async def default_quotas(_: TenantId) -> Quotas:
     return Quotas()
 
 
-class OwnQuotas:
+class CachedQuotas:
     """Cached quotas of tenants, each read at most once per CACHE_S."""
 
     def __init__(self, policies: Policies, defaults: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +98,7 @@ class OwnQuotas:
         if self._clock() - at < CACHE_S:
             return quotas
         try:
-            quotas = self.defaults.over(await self._policies.limits(tenant))
+            quotas = self.defaults.with_overrides(await self._policies.limits(tenant))
         except CONNECTION_LOST:
             return quotas
         if len(self._known) >= _CACHE_SIZE:

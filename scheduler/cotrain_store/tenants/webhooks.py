@@ -57,7 +57,7 @@ class Webhooks:
         self._process = process
         self._epoch = ""
         self._lease = async_script(connection, "lease")
-        self._note = async_script(connection, "webhook_note")
+        self._queue_test = async_script(connection, "webhook_test")
         self._due = async_script(connection, "webhook_due")
         self._tried = async_script(connection, "webhook_tried")
         self._remove = async_script(connection, "webhook_remove")
@@ -105,7 +105,7 @@ class Webhooks:
     async def test(self, tenant: TenantId) -> str:
         """Send a test event; return its id. Raises WEBHOOK_NOT_FOUND, or WEBHOOK_FULL."""
         args = {"tenant": tenant, "kind": "test", "data": {"sent_by": "cotrain"}}
-        event: bytes = await self._note(args)
+        event: bytes = await self._queue_test(args)
         if event == b"NONE":
             raise Refused(Reason.WEBHOOK_NOT_FOUND)
         if event == b"FULL":

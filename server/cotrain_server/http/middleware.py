@@ -25,7 +25,8 @@ from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.responses import internal_error_at
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import context_of, looks_like_key, named, trace_id, traceparent_of, tracer
+from cotrain_store.monitoring.logs import looks_like_key
+from cotrain_store.monitoring.traces import context_of, named, trace_id, traceparent_of, tracer
 
 log = structlog.get_logger()
 

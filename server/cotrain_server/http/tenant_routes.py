@@ -87,7 +87,7 @@ class TenantRoute(APIRoute):
                 checked = CheckedRequest(request, await reader.read(request))
                 return await endpoint(checked, services, tenant)
             except Refused as refused:
-                services.refusals.note(tenant.id, refused)
+                services.refusals.record(tenant.id, refused)
                 raise
 
     def body_limit(self, request: Request, settings: ServerSettings) -> int:

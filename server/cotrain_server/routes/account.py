@@ -27,7 +27,7 @@ from cotrain_server.views.usage import events_of, last_day, sources_of, total_of
 from cotrain_store.errors import InvalidKey, Reason, Refused
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.messages.runs import Tenant
-from cotrain_store.results.delivery import unread_bytes
+from cotrain_store.results.delivery_log import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.lists import Stored

@@ -34,7 +34,7 @@ async def drain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
     """
     details = {"pool": pool_id, "worker": worker_id}
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_DRAIN, details):
-        await Drains(services.connection).ask(PoolId(pool_id), WorkerId(worker_id))
+        await Drains(services.connection).request(PoolId(pool_id), WorkerId(worker_id))
 
 
 @router.post("/pools/{pool_id}/workers/{worker_id}/undrain", status_code=204)
@@ -43,7 +43,7 @@ async def undrain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
     pool, worker = PoolId(pool_id), WorkerId(worker_id)
     details = {"pool": pool, "worker": worker}
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_UNDRAIN, details) as act:
-        act.is_done = await Drains(services.connection).take_back(pool, worker)
+        act.is_done = await Drains(services.connection).withdraw(pool, worker)
 
 
 @router.post("/pools/{pool_id}/workers/{worker_id}/selfcheck")
@@ -102,7 +102,7 @@ async def move(tenant_id: str, run_id: str, wanted: MoveRequest, services: Servi
     run = await _run(services, tenant_id, run_id)
     details = {"run": run.id, "worker": wanted.worker}
     async with services.audit.act_of_operator(run.tenant, AuditEvent.RUN_MOVE, details):
-        await Moves(services.connection).ask(run.pool, run.id, WorkerId(wanted.worker))
+        await Moves(services.connection).request(run.pool, run.id, WorkerId(wanted.worker))
 
 
 @runs_router.post("/close", status_code=204)

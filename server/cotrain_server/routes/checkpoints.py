@@ -101,7 +101,7 @@ async def search_checkpoints(
         return wire.CheckpointSearchResponse(checkpoints=[])
     cursor = wanted.cursor
     after = (us_of(cursor.last_created_at), cursor.last_checkpoint_uuid) if cursor else None
-    async with services.walks.of(tenant.id):
+    async with services.scans.of(tenant.id):
         found, position = await services.catalog.search_checkpoints(
             tenant.id, after, wanted.limit, partial(has_checkpoint, wanted)
         )

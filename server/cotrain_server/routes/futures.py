@@ -22,7 +22,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord, Tenant
-from cotrain_store.results.delivery import Completion
+from cotrain_store.results.completions import Completion
 from cotrain_store.results.futures import Pending
 
 log = structlog.get_logger()
@@ -74,7 +74,7 @@ async def retrieve_futures(poll: RetrieveFuturesRequest, _: Request, services: S
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
     if poll.retrieved_request_ids and tenant.may_change:
-        async with services.walks.of(tenant.id):
+        async with services.scans.of(tenant.id):
             await services.completions.acknowledge(sampler, poll.retrieved_request_ids, tenant.key_id)
     clone, cursor = target.cloned_sampler_id, poll.prev_cursor
     return partial(_ended, services, sampler, clone, cursor, hold_s)

@@ -140,7 +140,7 @@ async def list_training_runs(
     catalog = services.catalog
     labels = LabelQuery(tuple(tag or ()), text or "")
     if labels:
-        async with services.walks.of(tenant.id):
+        async with services.scans.of(tenant.id):
             found = await services.run_labels.matching(tenant.id, labels)
         page = await catalog.runs(tenant.id, offset, limit, project_id, found)
     elif access_scope == "accessible" and project_id is None:

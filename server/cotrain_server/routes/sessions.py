@@ -203,7 +203,7 @@ async def search_sessions(
     """Find sessions. Continue with `next_cursor` until it is null, because a page may be short."""
     if not may_find(request.owner, tenant.id):
         return SessionSearchResponse(sessions=[])
-    async with services.walks.of(tenant.id):
+    async with services.scans.of(tenant.id):
         found, position = await _search(request, services, tenant.id)
         stored = await services.session_search.stored(tenant.id)
     return SessionSearchResponse(

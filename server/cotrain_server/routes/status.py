@@ -22,8 +22,7 @@ from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
 from cotrain_server.views.server_status import (
     FLEET_TIMEOUT_S,
     own_status,
-    reasons_not_ready,
-    restoring_notices,
+    readiness,
     whole_status,
 )
 from cotrain_store.errors import StoreUnavailable
@@ -41,10 +40,11 @@ async def healthz() -> HealthResponse:
 @router.get("/readyz", response_model=None, responses={503: {"description": "Not ready."}})
 async def readyz(services: ServicesDep) -> Response:
     """Report if the server can run new requests, with reasons if it cannot, and the workers that restore runs."""
-    reasons = await reasons_not_ready(services)
-    restoring = await restoring_notices(services)
-    body = {"ready": not reasons, "reasons": reasons} | ({"restoring": restoring} if restoring else {})
-    return JSONResponse(body, 503 if reasons else 200)
+    found = await readiness(services)
+    body = {"ready": not found.reasons, "reasons": found.reasons}
+    if found.restoring:
+        body["restoring"] = found.restoring
+    return JSONResponse(body, 503 if found.reasons else 200)
 
 
 @router.get("/status")

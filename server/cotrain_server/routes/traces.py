@@ -17,7 +17,7 @@ from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef
-from cotrain_store.monitoring.status import session_cycles
+from cotrain_store.monitoring.recent_activity import session_cycles
 from cotrain_store.redis_keys import CYCLES_KEPT
 
 _PASSES = ("forward", "forward_backward", "reverse_kl")

@@ -23,9 +23,10 @@ from fastapi.routing import APIRoute
 from typing_extensions import override
 
 from cotrain.wire import checkpoints as wire
-from cotrain_server.adapter_upload.adapter_files import PendingFiles, limits_of, unpack
+from cotrain_server.adapter_upload.archive import unpack
 from cotrain_server.adapter_upload.peft_config import CONFIG, read_object
 from cotrain_server.adapter_upload.peft_tensors import read_adapter
+from cotrain_server.adapter_upload.pending_files import PendingFiles, limits_of
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
 from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, server_url, tenant_router

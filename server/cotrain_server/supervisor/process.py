@@ -17,7 +17,7 @@ from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.messages.fleet import WorkerExit
 from cotrain_store.process_start import EXIT_CODE, last_reason
 
-TETHER = Path(__file__).with_name("exec_with_parent.py")
+EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
 WINDOW_S = 60.0
@@ -25,7 +25,7 @@ WINDOW_S = 60.0
 CRASH_LOOP_COUNT = 5
 #: A process in a crash loop counts as healthy after running this long, in seconds.
 HEALED_AFTER_S = 20.0
-LINES = Path(__file__).with_name("json_log.py")
+JSON_LOG = Path(__file__).with_name("json_log.py")
 #: Time for the last output to reach the log, in seconds. A child that keeps the pipe open can exceed it.
 LAST_LINES_S = 5.0
 
@@ -53,7 +53,7 @@ class Program:
     death_signal: signal.Signals = signal.SIGKILL
     """Signal from the kernel to the process when the supervisor exits."""
     pass_fds: tuple[int, ...] = ()
-    good_life_s: float = 20.0
+    good_run_s: float = 20.0
     """A process that ran at least this long started well, so its next start is not delayed."""
     worker: tuple[str, str] | None = None  # Base model and id of a worker; None for other programs
     reason_of: Callable[[Sequence[str]], Reason | None] | None = None
@@ -65,17 +65,17 @@ class RestartHistory:
     """Crash times within the last WINDOW_S, and the delay of the next start, in seconds."""
 
     times: tuple[float, ...] = ()
-    well_until: float = -math.inf  # time of the last crash after a good run
+    ran_well_at: float = -math.inf  # time of the last crash after a good run
 
-    def plus(self, now: float, *, lived_well: bool = False) -> RestartHistory:
+    def with_crash(self, now: float, *, ran_well: bool = False) -> RestartHistory:
         """Return the history with another crash and without old ones."""
         recent = (time for time in self.times if now - time < WINDOW_S)
-        return RestartHistory((*recent, now), now if lived_well else self.well_until)
+        return RestartHistory((*recent, now), now if ran_well else self.ran_well_at)
 
     @property
     def delay_s(self) -> float:
         """Delay before the next start: 0.1 s, doubled with each crash since a good run, at most 5 s."""
-        in_a_row = sum(time >= self.well_until for time in self.times)
+        in_a_row = sum(time >= self.ran_well_at for time in self.times)
         if in_a_row >= CRASH_LOOP_COUNT:
             return LONGEST_DELAY_S
         return min(FIRST_DELAY_S * 2.0 ** (in_a_row - 1), LONGEST_DELAY_S)
@@ -89,7 +89,7 @@ class RestartHistory:
 
 
 @dataclass
-class Child:
+class ManagedProcess:
     """A program that is restarted after each exit."""
 
     program: Program
@@ -99,24 +99,24 @@ class Child:
     """Called with the name and the problem, or None after recovery."""
     give_up: Callable[[str], bool] = lambda reason: False
     """Called with the reason of a refused start. True ends the restarts."""
-    note_exit: Callable[[WorkerExit], Awaitable[None]] | None = None
+    record_exit: Callable[[WorkerExit], Awaitable[None]] | None = None
     """Called after each exit of a worker that was not requested."""
     restarts: RestartHistory = field(default_factory=RestartHistory)
     _exits: int = 0
     _down_since: float = 0.0
     _process: asyncio.subprocess.Process | None = None
-    _logged: set[asyncio.Task[int]] = field(default_factory=set)
+    _log_writers: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that end when all output of a start is in its log."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def keep(self) -> None:
+    async def run_until_stopped(self) -> None:
         """Run the program until `stop`."""
         try:
-            await self._keep()
+            await self._restart_until_stopped()
         finally:
             await self._all_logged()
 
-    async def _keep(self) -> None:
+    async def _restart_until_stopped(self) -> None:
         name = self.program.name
         while not self._stopping.is_set():
             started_at = time.monotonic()
@@ -124,17 +124,17 @@ class Child:
             if self._stopping.is_set() or (reason and reason.is_final and self.give_up(reason.text)):
                 return
             now = time.monotonic()
-            lived_well = now - started_at >= self.program.good_life_s
-            self.restarts = self.restarts.plus(now, lived_well=lived_well)
+            ran_well = now - started_at >= self.program.good_run_s
+            self.restarts = self.restarts.with_crash(now, ran_well=ran_well)
             again = f"starting it again in {self.restarts.delay_s:g} s"
             why = f": {reason.text}" if reason else ""
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
             self._exits += 1
-            if lived_well or self._exits == 1:
+            if ran_well or self._exits == 1:
                 self._down_since = time.time()
-            if self.note_exit:
+            if self.record_exit:
                 text = reason.text if reason else f"It {ended}."
-                await self.note_exit(WorkerExit(time.time(), self._exits, text, self._down_since))
+                await self.record_exit(WorkerExit(time.time(), self._exits, text, self._down_since))
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
                 self.report_problem(name, f"{ended}, {times}{why or '; its log says why.'}")
@@ -171,32 +171,32 @@ class Child:
         if self._stopping.is_set():  # while it was being started
             self.kill()
         self.say(f"{self.program.name} started (pid {self._process.pid})")
-        status = await self._outlived(self._process)
+        status = await self._wait_for_exit(self._process)
         return _ended(status), await self._reason(status)
 
     async def _start(self) -> asyncio.subprocess.Process:
         program = self.program
-        lines_end, written_end = os.pipe()
+        read_end, write_end = os.pipe()
         try:
-            lines = await self._start_lines(lines_end)
-            self._logged = {task for task in self._logged if not task.done()}
-            self._logged.add(asyncio.create_task(lines.wait()))
+            log_writer = await self._start_log_writer(read_end)
+            self._log_writers = {task for task in self._log_writers if not task.done()}
+            self._log_writers.add(asyncio.create_task(log_writer.wait()))
             return await _exec(
-                [str(TETHER), str(os.getpid()), str(int(program.death_signal)), *program.command],
+                [str(EXEC_WITH_PARENT), str(os.getpid()), str(int(program.death_signal)), *program.command],
                 stdin=asyncio.subprocess.DEVNULL,
-                output=written_end,
+                output=write_end,
                 env=program.environment,
                 pass_fds=program.pass_fds,
             )
         finally:
-            os.close(lines_end)
-            os.close(written_end)
+            os.close(read_end)
+            os.close(write_end)
 
-    async def _start_lines(self, lines_end: int) -> asyncio.subprocess.Process:
+    async def _start_log_writer(self, read_end: int) -> asyncio.subprocess.Process:
         """Start the process that writes the program's log. It exits when the last writer closes the pipe."""
         log = self.folder.open_log(self.program.name)
         try:
-            return await _exec([str(LINES), self.program.name], stdin=lines_end, output=log, env={})
+            return await _exec([str(JSON_LOG), self.program.name], stdin=read_end, output=log, env={})
         finally:
             os.close(log)
 
@@ -208,10 +208,10 @@ class Child:
         return reason_of(self.folder.log_end(self.program.name))
 
     async def _all_logged(self) -> None:
-        if self._logged:
-            await asyncio.wait(self._logged, timeout=LAST_LINES_S)
+        if self._log_writers:
+            await asyncio.wait(self._log_writers, timeout=LAST_LINES_S)
 
-    async def _outlived(self, process: asyncio.subprocess.Process) -> int:
+    async def _wait_for_exit(self, process: asyncio.subprocess.Process) -> int:
         if not self.restarts.is_crash_loop:
             return await process.wait()
         with suppress(TimeoutError):

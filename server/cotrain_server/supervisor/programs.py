@@ -23,7 +23,7 @@ API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0
 REDIS_GRACE_S = 30.0
 #: Each program has run normally for a while at this age.
-REDIS_GOOD_LIFE_S, LIGHT_GOOD_LIFE_S = 1.0, 5.0
+REDIS_GOOD_RUN_S, LIGHT_GOOD_RUN_S = 1.0, 5.0
 #: The API has the first metrics port.
 SCHEDULER_PORT, WORKERS_PORT = 1, 2
 #: Otherwise numpy starts a thread per core for matrix products, which neither API nor scheduler computes.
@@ -84,7 +84,7 @@ class Programs:
             REDIS_GRACE_S,
             death_signal=signal.SIGTERM,
             pass_fds=self._inherited,
-            good_life_s=REDIS_GOOD_LIFE_S,
+            good_run_s=REDIS_GOOD_RUN_S,
             reason_of=partial(reason_of_redis, self.folder, binary),
         )
 
@@ -202,7 +202,7 @@ class Programs:
         threads = GIVES_WAY if known is variables.WORKER else ONE_THREAD
         environment = {**threads, **variables.environment(known, given)}
         made = Program(name, command, environment, grace_s, pass_fds=self._inherited)
-        return made if known is variables.WORKER else replace(made, good_life_s=LIGHT_GOOD_LIFE_S)
+        return made if known is variables.WORKER else replace(made, good_run_s=LIGHT_GOOD_RUN_S)
 
     def _worker_grace_s(self) -> float:
         """Return the drain time that a worker plans: the end of its cycle, and snapshots."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cotrain_server.probe import probe, write_troubles
+from cotrain_server.probe import probe, write_problems
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
 from cotrain_server.supervisor.logs import follow, mend_log
-from cotrain_server.supervisor.process import CannotServe, Child, Program
+from cotrain_server.supervisor.process import CannotServe, ManagedProcess, Program
 from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import claim_blobs
@@ -50,9 +50,9 @@ class Supervisor:
     say: Callable[[str], None]
     announce: Callable[[str, str | None], None]
     """Called after a complete start with the address, and a key if one was created. Only its hash is stored."""
-    _stages: list[list[Child]] = field(default_factory=list)
-    _kept: list[asyncio.Task[None]] = field(default_factory=list)
-    _troubles: dict[str, str] = field(default_factory=dict)
+    _stages: list[list[ManagedProcess]] = field(default_factory=list)
+    _running: list[asyncio.Task[None]] = field(default_factory=list)
+    _problems: dict[str, str] = field(default_factory=dict)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _refusal: str | None = None
     _was_ready: bool = False
@@ -71,7 +71,7 @@ class Supervisor:
         folder = DataFolder(self.plan.data_dir)
         folder.check_writable()
         lock = await _locked(folder)
-        write_troubles(folder.path, {})
+        write_problems(folder.path, {})
         self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")
         with listen(self.plan.host, self.plan.port) as listener:
             starting = asyncio.create_task(self._start(folder, lock, listener))
@@ -81,8 +81,8 @@ class Supervisor:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
                     starting.result()
-                # `keep` returns only if all processes must stop, or by a bug.
-                await asyncio.wait({stopping, *self._kept}, return_when=asyncio.FIRST_COMPLETED)
+                # `run_until_stopped` returns only if all processes must stop, or by a bug.
+                await asyncio.wait({stopping, *self._running}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 starting.cancel()
                 stopping.cancel()
@@ -108,7 +108,7 @@ class Supervisor:
         self.say(f"logs are in {folder.logs}; each worker loads its libraries first")
         stopping = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({stopping, *self._kept}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, *self._running}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
             stopping.cancel()
@@ -149,7 +149,7 @@ class Supervisor:
     def _add(self, folder: DataFolder, programs: Sequence[Program], redis_url: str = "") -> None:
         """Start programs. The exits of workers are stored in the Redis of `redis_url`."""
         stage = [
-            Child(
+            ManagedProcess(
                 program,
                 folder,
                 self.say,
@@ -160,12 +160,12 @@ class Supervisor:
             for program in programs
         ]
         self._stages.append(stage)
-        self._kept += [asyncio.create_task(child.keep()) for child in stage]
+        self._running += [asyncio.create_task(child.run_until_stopped()) for child in stage]
 
     async def _drain(self) -> None:
         for stage in reversed(self._stages):
             await asyncio.gather(*(child.stop() for child in stage))
-        for outcome in await asyncio.gather(*self._kept, return_exceptions=True):
+        for outcome in await asyncio.gather(*self._running, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
         self.say("stopped")
@@ -190,13 +190,13 @@ class Supervisor:
         self._stop.set()
         return True
 
-    def _report(self, folder: DataFolder, process: str, trouble: str | None) -> None:
+    def _report(self, folder: DataFolder, process: str, problem: str | None) -> None:
         if not self._owns_folder:
             return
-        self._troubles.pop(process, None)
-        if trouble is not None:
-            self._troubles[process] = trouble
-        write_troubles(folder.path, self._troubles)
+        self._problems.pop(process, None)
+        if problem is not None:
+            self._problems[process] = problem
+        write_problems(folder.path, self._problems)
 
 
 async def store_exit(redis_url: str, base_model: str, worker: str, last: WorkerExit) -> None:

@@ -11,7 +11,7 @@ from cotrain_server.ui.run_tables import label_of, short_id
 from cotrain_server.views.records import mean_loss
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.monitoring.status import Minute
+from cotrain_store.monitoring.recent_activity import Minute
 
 MINUTE_S = 60.0
 #: Number of minutes in the summary below a chart.

@@ -14,7 +14,7 @@ from cotrain_server.views.waiting import Found
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.monitoring.status import LoggedOp
+from cotrain_store.monitoring.recent_activity import LoggedOp
 from cotrain_store.tenants.lists import RunPosition
 
 #: Filters of a list, and the states that they select.

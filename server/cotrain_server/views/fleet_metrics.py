@@ -24,8 +24,8 @@ from cotrain_store.monitoring.failures import most_failures
 from cotrain_store.monitoring.fleet import PoolStatus, QueueStatus, RedisStatus, read_fleet, sum_of
 from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.checkpoints import largest_checkpoint_bytes
 from cotrain_store.tenants.policies import largest_run_bytes
-from cotrain_store.weights import largest_checkpoint_bytes
 
 #: Default scrape timeout of Prometheus in seconds.
 TIMEOUT_S = 10.0
@@ -57,7 +57,6 @@ async def fleet_metrics(services: Services) -> bytes:
     families.add("cotrain_disk_free_bytes", disk.free)
     families.add("cotrain_disk_total_bytes", disk.total)
     families.add("cotrain_disk_reserve_bytes", settings.disk_reserve_bytes)
-    families.add("cotrain_ready", not await reasons_not_ready(services))
     try:
         async with asyncio.timeout(FLEET_TIMEOUT_S):
             fleet = await read_fleet(services.connection)
@@ -66,7 +65,9 @@ async def fleet_metrics(services: Services) -> bytes:
             checkpoints = await largest_checkpoint_bytes(services.connection, TENANTS_SHOWN)
     except (TimeoutError, *CONNECTION_LOST):
         families.add("cotrain_redis_up", 0)
+        families.add("cotrain_ready", 0)
     else:
+        families.add("cotrain_ready", not reasons_not_ready(services, fleet))
         _add_redis(families, fleet.redis)
         for tenant, size in run_bytes.items():
             families.add("cotrain_run_bytes", size, tenant=tenant)

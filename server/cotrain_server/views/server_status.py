@@ -1,18 +1,18 @@
-"""State of the server: readiness, `/status`, `/fleet` and the list of workers, each as a function of the fleet.
+"""State of the server: readiness, `/status`, `/fleet` and the list of workers, each from one read of the fleet.
 
-The operator receives everything, a tenant its own part. The reasons against readiness are sentences for an operator.
+The operator receives everything, a tenant its own part.
 """
 
 import asyncio
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cotrain.version import __version__
 from cotrain.wire.admin import FleetPool, FleetWorker, Restoring, WorkerShown
-from cotrain_server.probe import read_troubles
+from cotrain_server.probe import read_problems
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.messages.fleet import WorkerHeartbeat, restoring_text
@@ -27,10 +27,10 @@ from cotrain_store.monitoring.fleet import (
     sum_of,
 )
 from cotrain_store.monitoring.metrics import TENANTS_SHOWN
-from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_store.redis_client.clients import REFUSALS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.results.delivery import max_unread, unread_bytes
+from cotrain_store.results.delivery_log import max_unread, unread_bytes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import largest_run_bytes, run_bytes
 
@@ -41,30 +41,43 @@ CYCLES_SHOWN = 20
 _STARTED_AT = time.time()
 
 
-async def reasons_not_ready(services: Services) -> list[str]:
-    """Return the reasons that prevent training; empty if ready."""
-    reasons = ["This process is draining."] if services.draining else []
+@dataclass(frozen=True)
+class Readiness:
+    """Answer of `/readyz`, in sentences for an operator."""
+
+    reasons: list[str]
+    """Reasons that prevent training; empty if ready."""
+    restoring: list[str]
+    """One sentence for each worker that restores runs, whose requests wait."""
+
+
+async def readiness(services: Services) -> Readiness:
+    """Return the readiness of the server. It reads no queues, so its cost does not grow with tenants."""
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             fleet = await read_fleet(services.connection, with_queues=False)
-            reasons += _fleet_reasons(fleet, services.settings)
     except REFUSALS as refused:
-        reasons.append(f"Redis takes nothing for now: {refused}")
+        return Readiness(_reasons(services, [f"Redis takes nothing for now: {refused}"]), [])
     except (TimeoutError, *CONNECTION_LOST):
-        reasons.append("Redis does not answer.")
-    return reasons + _disk_reasons(services.settings) + read_troubles(services.settings.data_dir)
+        return Readiness(_reasons(services, ["Redis does not answer."]), [])
+    return Readiness(reasons_not_ready(services, fleet), _restoring(fleet))
 
 
-async def restoring_notices(services: Services) -> list[str]:
-    """Return one sentence for each worker that restores runs, whose requests wait."""
-    try:
-        async with asyncio.timeout(REDIS_TIMEOUT_S):
-            pools = await read_pools(services.connection, with_queues=False)
-    except (TimeoutError, *CONNECTION_LOST):
-        return []
+def reasons_not_ready(services: Services, fleet: Fleet) -> list[str]:
+    """Return the reasons that prevent training; empty if ready."""
+    return _reasons(services, _fleet_reasons(fleet, services.settings))
+
+
+def _reasons(services: Services, of_fleet: list[str]) -> list[str]:
+    """Add the reasons of this process, of the disk and of the supervisor."""
+    draining = ["This process is draining."] if services.draining else []
+    return draining + of_fleet + _disk_reasons(services.settings) + read_problems(services.settings.data_dir)
+
+
+def _restoring(fleet: Fleet) -> list[str]:
     return [
         f"Worker {worker.id} of {pool.record.base_model} is restoring: {text}."
-        for pool in sorted(pools, key=lambda pool: pool.record.id)
+        for pool in sorted(fleet.pools, key=lambda pool: pool.record.id)
         for worker in pool.workers
         if (text := restoring_text(worker.restoring))
     ]
@@ -98,13 +111,13 @@ def _disk_reasons(settings: ServerSettings) -> list[str]:
 
 async def brief_status(services: Services) -> dict[str, Any]:
     """Return the state of the server and each pool: sums over tenants, without cycles."""
-    return await _brief(services, await read_fleet(services.connection))
+    return _brief(services, await read_fleet(services.connection))
 
 
 async def whole_status(services: Services) -> dict[str, Any]:
     """Return the full status: the brief one, each tenant's queue, and the last cycles."""
     connection, fleet = services.connection, await read_fleet(services.connection)
-    brief = await _brief(services, fleet)
+    brief = _brief(services, fleet)
     return {
         **brief,
         "scheduler": {"epoch": fleet.scheduler_epoch},
@@ -117,8 +130,8 @@ async def whole_status(services: Services) -> dict[str, Any]:
     }
 
 
-async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
-    reasons, now = await reasons_not_ready(services), time.time()
+def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
+    reasons, now = reasons_not_ready(services, fleet), time.time()
     disk = shutil.disk_usage(services.settings.data_dir)
     return {
         "version": __version__,

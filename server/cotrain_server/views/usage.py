@@ -10,12 +10,12 @@ from cotrain.wire import usage as wire
 from cotrain_server.errors import Invalid
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.messages.runs import SessionRecord, Tenant
-from cotrain_store.usage import HOUR, UsageRow, What
+from cotrain_store.usage import HOUR, UsageKind, UsageRow
 
 LONGEST = timedelta(days=14)
 
 #: Amount of each kind.
-_Used: TypeAlias = defaultdict[What, float]
+_Used: TypeAlias = defaultdict[UsageKind, float]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _tokens(info: wire.UsageInfo) -> int:
 
 
 def _amounts(amounts: _Used) -> wire.Amounts:
-    counts = {what: round(amounts[what]) for what in get_args(What) if what != "device_s"}
+    counts = {what: round(amounts[what]) for what in get_args(UsageKind) if what != "device_s"}
     return wire.Amounts(device_s=round(amounts["device_s"], 6), **counts)
 
 

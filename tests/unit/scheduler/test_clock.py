@@ -81,7 +81,7 @@ async def test_a_process_is_notified_that_its_worker_is_free(store: InMemory, mo
 
 
 async def test_many_notifications_cause_few_ticks(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "LEAST_S", 0.05)
+    monkeypatch.setattr(clock_module, "MIN_TICK_S", 0.05)
     ticks = list[float]()
 
     async def view(*read: Any) -> PoolView:
@@ -155,7 +155,7 @@ async def test_an_error_of_one_tick_is_retried_after_reading_the_queue_again(
 async def test_a_scheduler_publishes_scaling_and_continues_from_its_record(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(clock_module, "DECIDE_EVERY_S", 0.0)
     store.workers = []
     async with running(process_on(store, workers_min=0)):
         await until(lambda: store.scaling is not None, 0.0)
@@ -171,7 +171,7 @@ async def test_a_scheduler_publishes_scaling_and_continues_from_its_record(
 
 
 async def test_a_standby_scheduler_publishes_no_scaling(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(clock_module, "DECIDE_EVERY_S", 0.0)
     monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
     async with running(process_on(store)):
         await until(lambda: store.scaling is not None, 0.0)

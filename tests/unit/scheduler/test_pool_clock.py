@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cotrain_scheduler import pool_clock as host_time_module
-from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S
+from cotrain_scheduler.pool_clock import CLOCK_CHECK_S, IDLE_SWEEP_S, SWEEP_S
 from cotrain_scheduler.queue import Waiting, exclude_paused
 from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
@@ -155,7 +155,7 @@ async def test_a_metronome_plans_only_at_its_beats(store: InMemory) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
     clock._last_period = int(NOW // 10)
     store.submit("a")
-    assert await clock.tick(NOW + 1) == NOW + 1 + LOOK_S
+    assert await clock.tick(NOW + 1) == NOW + 1 + CLOCK_CHECK_S
     assert await clock.tick(NOW + 9.5) == NOW + 10
     assert store.steps == []
     await clock.tick(NOW + 10.01)
@@ -276,7 +276,7 @@ async def test_the_queue_is_read_once_and_afterwards_only_its_changes(store: InM
 async def test_the_whole_queue_is_read_again_after_a_missed_change(store: InMemory) -> None:
     clock = pool_on(store)
     await clock.tick(NOW)
-    clock.forget_queue()
+    clock.reload_queue()
     assert clock.is_woken_by(wake("w0"))
     store.submit("a")
     await clock.tick(NOW + 1)
@@ -289,7 +289,7 @@ async def test_a_queue_cleared_during_a_read_is_read_again(store: InMemory) -> N
     read = store.view
 
     async def forget_and_read(pool: PoolId, *asked: Any) -> PoolView:
-        clock.forget_queue()
+        clock.reload_queue()
         return await read(pool, *asked)
 
     store.view = forget_and_read  # type: ignore[method-assign, assignment]
@@ -382,13 +382,13 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
 async def test_no_run_waits_for_a_clock_that_was_set_back(store: InMemory, host_time: HostTime, set_by: float) -> None:
     clock = pool_on(store)
     store.submit("a")
-    await clock.look()
+    await clock.tick_now()
     host_time.pass_by(0.5)
     store.finish()
-    await clock.look()  # reads the end of the cycle
+    await clock.tick_now()  # reads the end of the cycle
     host_time.pass_by(0.01, set_by=set_by)
     store.submit("b")  # and nothing of the runs just answered
-    await clock.look()
+    await clock.tick_now()
     assert {op.run for op in store.steps[-1].ops} == {"b"}
 
 
@@ -397,27 +397,27 @@ async def test_a_metronome_continues_with_the_next_beat_after_a_clock_change(
     store: InMemory, host_time: HostTime, set_by: float
 ) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
-    await clock.look()
+    await clock.tick_now()
     host_time.pass_by(1, set_by=set_by)
     store.submit("a")
-    await clock.look()
+    await clock.tick_now()
     assert store.steps == []
     host_time.pass_by(10)
-    await clock.look()
+    await clock.tick_now()
     assert len(store.steps) == 1
 
 
 async def test_a_clock_change_makes_no_worker_count_as_missing(store: InMemory, host_time: HostTime) -> None:
     clock = pool_on(store, reassign_after_s=30)
     store.dead = [WorkerId("w1")]
-    await clock.look()
+    await clock.tick_now()
     host_time.pass_by(1, set_by=3600.0)
-    await clock.look()
+    await clock.tick_now()
     host_time.pass_by(29)
-    await clock.look()
+    await clock.tick_now()
     assert store.reassigned == []
     host_time.pass_by(1)
-    await clock.look()
+    await clock.tick_now()
     assert store.reassigned == [("w1", WORKER)]
 
 

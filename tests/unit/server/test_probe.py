@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from cotrain_server.probe import main, probe, read_troubles, write_troubles
+from cotrain_server.probe import main, probe, read_problems, write_problems
 from tests.support.local_server import Handler, LocalServer
 
 
@@ -39,11 +39,11 @@ def test_without_a_listener_the_status_is_zero() -> None:
 
 
 def test_problems_are_reported_per_process(tmp_path: Path) -> None:
-    assert read_troubles(tmp_path) == []
-    write_troubles(tmp_path, {"worker": "died.", "redis": "died, too."})
-    assert read_troubles(tmp_path) == ["redis: died, too.", "worker: died."]
-    write_troubles(tmp_path, {})
-    assert read_troubles(tmp_path) == []
+    assert read_problems(tmp_path) == []
+    write_problems(tmp_path, {"worker": "died.", "redis": "died, too."})
+    assert read_problems(tmp_path) == ["redis: died, too.", "worker: died."]
+    write_problems(tmp_path, {})
+    assert read_problems(tmp_path) == []
 
 
 def test_a_full_disk_does_not_stop_a_process_that_writes_problems(
@@ -53,5 +53,5 @@ def test_a_full_disk_does_not_stop_a_process_that_writes_problems(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", no_space)
-    write_troubles(tmp_path, {"redis": "died."})
-    assert read_troubles(tmp_path) == []
+    write_problems(tmp_path, {"redis": "died."})
+    assert read_problems(tmp_path) == []

@@ -25,7 +25,7 @@ from cotrain_store.messages.runs import (
     StepEntry,
 )
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
-from cotrain_store.monitoring.status import LoggedOp
+from cotrain_store.monitoring.recent_activity import LoggedOp
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.engine.ops import (
     CycleOutput,

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 import pyrage
 import structlog
 
-from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable, Unwanted
+from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
 from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.disk.sweep import UnreferencedFiles
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
@@ -104,7 +105,7 @@ class CheckpointFiles:
             return all(blobs.touch(key) for blobs, key in keys)
         return all(blobs.exists(key) for blobs, key in keys)
 
-    def remove_orphans(self, saved: SavedWeights, unwanted: Unwanted, now: float) -> None:
+    def remove_orphans(self, saved: SavedWeights, unwanted: UnreferencedFiles, now: float) -> None:
         """Delete the files of forgotten weights, and partial files of crashed processes.
 
         Another worker may be about to refer to a file that it found. So only files that were

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from cotrain_store.blobs.protocol import ORPHAN_AGE_S, Unwanted
+from cotrain_store.disk.sweep import ORPHAN_AGE_S, UnreferencedFiles
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, WeightsRef, seq_of
 from cotrain_store.messages.ops import OpKind, Step
@@ -375,12 +375,12 @@ class FileSweep:
         self._looking: Future[None] | None = None
         self._look_at = 0.0
         self._lease = None if files.blobs.folder else saved.sweep_lease()
-        self.unwanted = Unwanted(orphan_age_s)
+        self.unwanted = UnreferencedFiles(orphan_age_s)
 
     def maintain(self, now: float) -> None:
         """Sweep if it is due. Raises the error of the last sweep, and sweeps again then."""
         if self._lease and not self._lease.is_mine(now):
-            self.unwanted = Unwanted(self._age_s)
+            self.unwanted = UnreferencedFiles(self._age_s)
         elif self._looking is None and now >= self._look_at:
             self._looking = self._thread.submit(self._files.remove_orphans, self._saved, self.unwanted, now)
         elif self._looking and self._looking.done():

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection
 
 import structlog
 
-from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Unwanted
+from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.disk.object_spool import OBJECTS_REST
 from cotrain_store.disk.spool import unwritten_segments
+from cotrain_store.disk.sweep import UnreferencedFiles
 from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
@@ -41,7 +42,7 @@ class Sweep:
     def _begin(self) -> None:
         """Reset the observations, because those from before another worker swept are invalid."""
         segments_age_s = self._age_s if self._has_locks else OBJECTS_REST * self._age_s
-        self._segments, self._copies = Unwanted(segments_age_s), Unwanted(self._age_s)
+        self._segments, self._copies = UnreferencedFiles(segments_age_s), UnreferencedFiles(self._age_s)
         self._segments_at = self._copies_at = -math.inf
 
     def maintain(self, now: float, writing: Collection[RunId]) -> None:

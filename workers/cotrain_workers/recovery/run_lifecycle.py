@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from cotrain_store.bodies.adapter_bodies import LoadRequest
-from cotrain_store.disk.storage import RUN_STOPPED
+from cotrain_store.disk.stored_results import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, TenantId, seq_of

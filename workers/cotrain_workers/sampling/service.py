@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import structlog
 
-from cotrain_store.disk.storage import CANCELLED
+from cotrain_store.disk.stored_results import CANCELLED
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, SampleUsage

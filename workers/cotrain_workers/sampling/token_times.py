@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind, SampleUsage
-from cotrain_store.monitoring.logs_and_traces import record, tracer
 from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.monitoring.traces import record, tracer
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import NewTokens
 

@@ -16,8 +16,9 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from cotrain_store.messages.ops import Step
-from cotrain_store.monitoring.logs_and_traces import log_requests, record, trace_id
+from cotrain_store.monitoring.logs import log_requests
 from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.monitoring.traces import record, trace_id
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_workers.engine.ops import CycleOutput, Failure
 from cotrain_workers.results import OpRow, StepCommit

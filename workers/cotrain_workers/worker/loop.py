@@ -29,8 +29,8 @@ from cotrain_store.messages.fleet import WorkerHeartbeat, restoring_text
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import PoolRecord
-from cotrain_store.monitoring.logs_and_traces import tracer
 from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.monitoring.traces import tracer
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.settings import WorkerSettings

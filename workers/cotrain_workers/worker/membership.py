@@ -201,7 +201,7 @@ class Drain:
         """Read the operator's request, and check for another worker."""
         if self.leaves:
             return
-        is_asked = self.own.is_asked()
+        is_asked = self.own.is_requested()
         is_handing_over = is_asked and self.own.has_successor()
         if self.is_handing_over and not is_handing_over and not self.own.is_listed():
             self.own.rejoin()

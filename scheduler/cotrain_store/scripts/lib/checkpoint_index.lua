@@ -15,7 +15,7 @@ local function count_checkpoint(tenant, member, size)
   end
 end
 
-local function strike_checkpoint(tenant, member)
+local function remove_checkpoint(tenant, member)
   count_checkpoint(tenant, member, 0)
   local run, name = string.match(member, '^([^/]*)/(.*)$')
   redis.call('ZREM', 'cotrain:run:' .. run .. ':checkpoints', name)
@@ -25,12 +25,12 @@ local function strike_checkpoint(tenant, member)
   redis.call('SREM', 'cotrain:published', member)
 end
 
-local function strike_expired(tenant)
+local function remove_expired(tenant)
   local expiring = 'cotrain:tenant:' .. tenant .. ':expiring'
   local soon = tonumber(redis.call('TIME')[1]) + SOON_S
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', expiring, '-inf', soon)) do
     if redis.call('EXISTS', 'cotrain:checkpoint:' .. member) == 0 then
-      strike_checkpoint(tenant, member)
+      remove_checkpoint(tenant, member)
     end
   end
 end

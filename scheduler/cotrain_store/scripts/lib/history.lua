@@ -137,7 +137,7 @@ end
 
 -- Record a tenant's metrics. An evaluation has the forwards between its two ops. If some of them failed, or other
 -- ops of the run came between, it has no value. Returns the change of the number of points.
-local function note_metrics(history, run, seq, entry, time_s)
+local function record_metrics(history, run, seq, entry, time_s)
   local names, more = 'cotrain:run:' .. run .. ':metrics', 0
   local function add(name, sum, weight)
     local number = redis.call('HINCRBY', names, name, 1)
@@ -174,10 +174,10 @@ local function metrics_json(history, run)
 end
 
 -- Record the metrics of a finished op. Returns the change of the number of points.
-local function note_found(history, run, seq, entry, tokens, time_s)
+local function record_entry(history, run, seq, entry, tokens, time_s)
   local steps, evaluations = points_of(run)
   if entry.values then
-    return note_metrics(history, run, seq, entry, time_s)
+    return record_metrics(history, run, seq, entry, time_s)
   end
   if entry.norm then
     history.steps = history.steps + 1

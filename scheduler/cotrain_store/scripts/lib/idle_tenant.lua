@@ -9,7 +9,7 @@ local function delete_zeros(key)
   redis.call('DEL', key)
 end
 
-local function strike_if_idle(prefix, tenant)
+local function remove_if_idle(prefix, tenant)
   local queue, load = prefix .. 'queue:' .. tenant, prefix .. 'samples:' .. tenant
   local samples = redis.call('HMGET', load, 'waiting', 'running')
   if tonumber(redis.call('HGET', queue, 'ops') or 0) <= 0

@@ -16,7 +16,7 @@ local function hold_run(log, tenant, bytes, unwritten)
   end
 end
 
-local function note_copy(log, size)
+local function record_copy(log, size)
   local unwritten = tonumber(redis.call('HGET', log, 'unwritten') or 0)
   local written = math.min(unwritten, size)
   if written > 0 then

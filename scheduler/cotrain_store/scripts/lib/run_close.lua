@@ -20,14 +20,14 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     set_given_up(log, queue, 0, 0)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
     if row[1] == 'live' then
-      note_event(tenant, state == 'failed' and 'run.failed' or 'run.ended', { training_run_id = run })
+      queue_event(tenant, state == 'failed' and 'run.failed' or 'run.ended', { training_run_id = run })
     end
     redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
     redis.call('ZREM', prefix .. 'ready', run)
-    note_change(prefix, run)
+    record_change(prefix, run)
     redis.call('ZREM', prefix .. 'gaps', run)
     fail_waiting(prefix, run, tenant, tonumber(row[2]), tonumber(row[3]), failure, ttl_ms, resolved)
-    strike_if_idle(prefix, tenant)
+    remove_if_idle(prefix, tenant)
     local worker = row[4]
     if worker and redis.call('SISMEMBER', prefix .. 'workers', worker) == 0 then
       worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own was removed

@@ -27,7 +27,7 @@ local function finish(lives, request, result, ttl_ms, failed, size)
   end
   redis.call('HINCRBY', load, 'bytes', 0 - tonumber(body_bytes))
   redis.call('HINCRBY', load, 'tokens', 0 - tonumber(row[11] or 0))
-  strike_if_idle(prefix, tenant)
+  remove_if_idle(prefix, tenant)
   release_segment(string.match(ref, '^spool:([^:]+):'))
   end_now('cotrain:result:' .. request)
   put_result(request, result, ttl_ms)

@@ -10,7 +10,7 @@ local function list_sampler(tenant, id, idle_ms)
   redis.call('ZADD', listed, clock_in(idle_ms), id)
 end
 
-local function strike_sampler(tenant, id)
+local function remove_sampler(tenant, id)
   local listed, sizes = sampler_keys(tenant)
   local size = redis.call('HGET', sizes, id)
   if size then
@@ -23,12 +23,12 @@ end
 local function count_samplers(tenant)
   local listed, now_ms = sampler_keys(tenant), clock_ms()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', now_ms, 'LIMIT', 0, 1000)) do
-    strike_sampler(tenant, id)
+    remove_sampler(tenant, id)
   end
   return redis.call('ZCOUNT', listed, now_ms, '+inf')
 end
 
-local function note_sampler_bytes(tenant, id, size)
+local function record_sampler_bytes(tenant, id, size)
   local listed, sizes = sampler_keys(tenant)
   if redis.call('ZSCORE', listed, id) and redis.call('HSETNX', sizes, id, size) == 1 then
     redis.call('HINCRBY', sizes, 'bytes', size)
@@ -48,7 +48,7 @@ local function make_sampler_room(tenant, most, idle_ms, rest_ms)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', rested, 'LIMIT', 0, 1000)) do
     if redis.call('HEXISTS', sizes, id) == 1 then
       end_now('cotrain:sampler:' .. id)
-      strike_sampler(tenant, id)
+      remove_sampler(tenant, id)
     end
     if has_room() then
       return true

@@ -1,7 +1,7 @@
 -- unread: stored and never sent results of a tenant, and their bytes. Each is listed from its commit until it is sent
 -- or expires, so that the total cannot drift.
 -- needs: ages
-local function note_unread(tenant, request, size, ttl_ms)
+local function record_unread(tenant, request, size, ttl_ms)
   local sizes = 'cotrain:tenant:' .. tenant .. ':unread'
   if redis.call('HSETNX', sizes, request, size) == 1 then
     local bytes = redis.call('HINCRBY', sizes, 'bytes', size)
@@ -10,7 +10,7 @@ local function note_unread(tenant, request, size, ttl_ms)
   end
 end
 
-local function note_read(tenant, request)
+local function record_read(tenant, request)
   local sizes = 'cotrain:tenant:' .. tenant .. ':unread'
   local size = redis.call('HGET', sizes, request)
   if size then
@@ -28,7 +28,7 @@ end
 local function unread_bytes(tenant)
   local listed = 'cotrain:tenant:' .. tenant .. ':unread_until'
   for _, request in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', clock_ms(), 'LIMIT', 0, 1000)) do
-    note_read(tenant, request) -- expired
+    record_read(tenant, request) -- expired
   end
   return tonumber(redis.call('HGET', 'cotrain:tenant:' .. tenant .. ':unread', 'bytes') or 0)
 end

@@ -2,7 +2,7 @@
 -- needs: ages
 local MAX_WAITING = 1000 -- maximum pending events of a tenant; further ones are only counted
 
-local function note_event(tenant, kind, data)
+local function queue_event(tenant, kind, data)
   local hook = 'cotrain:tenant:' .. tenant .. ':webhook'
   local id = redis.call('HGET', hook, 'id')
   if not id then

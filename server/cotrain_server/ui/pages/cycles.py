@@ -13,7 +13,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import PoolId, TenantId
-from cotrain_store.monitoring.status import cycle_record, cycle_records
+from cotrain_store.monitoring.recent_activity import cycle_record, cycle_records
 from cotrain_store.tenants.catalog import tenant_names
 
 CHOICES = (20, 40, 100)

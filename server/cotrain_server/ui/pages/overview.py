@@ -14,7 +14,7 @@ from cotrain_server.views.server_status import brief_status, own_status
 from cotrain_store.messages.ids import PoolId, TenantId
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.failures import TenantFailures, recent_failures
-from cotrain_store.monitoring.status import Minute, busiest_tenants, last_minutes
+from cotrain_store.monitoring.recent_activity import Minute, busiest_tenants, last_minutes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import read_pauses
 

@@ -33,7 +33,7 @@ from cotrain_store.messages.fleet import Pauses
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.monitoring.fleet import read_pools
-from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
+from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.history import read_history, read_metrics
 from cotrain_store.tenants.lists import LabelQuery, RunPosition

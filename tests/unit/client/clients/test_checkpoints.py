@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from cotrain import BadRequestError, NotFoundError, RequestFailed, ServiceClient
-from cotrain.clients.checkpoints import PAGE, Rule, rules_of, superfluous
+from cotrain.clients.checkpoints import PAGE
+from cotrain.clients.retention import Rule, rules_of, superfluous
 from cotrain.errors import APIConnectionError, MalformedMessage, UnsupportedInput
 from cotrain.transport.responses import RetryPolicy
 from cotrain.wire.rest import Checkpoint

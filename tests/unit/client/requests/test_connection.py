@@ -25,14 +25,9 @@ from cotrain.errors import (
     UnsupportedInput,
     VersionMismatch,
 )
-from cotrain.requests.connection import (
-    NOT_FOUND,
-    BackgroundLoop,
-    cancel_all_and_run,
-    shared_connection,
-    wait_for_pass,
-    wait_for_result,
-)
+from cotrain.requests.background_loop import BackgroundLoop, cancel_all_and_run
+from cotrain.requests.connection import shared_connection
+from cotrain.requests.polling import NOT_FOUND, wait_for_pass, wait_for_result
 from cotrain.settings import ClientSettings
 from cotrain.transport import responses as patience
 from cotrain.transport.http import Transport

@@ -18,6 +18,7 @@ from typing_extensions import override
 from cotrain import ServiceClient, TrainingClient, UnsupportedInput
 from cotrain.errors import APIError, ClientClosed, RateLimitError
 from cotrain.requests import flow_control as flow
+from cotrain.requests.chunks import chunks_of, combine, cut
 from cotrain.requests.flow_control import (
     DISPATCH_REQUESTS,
     IN_FLIGHT_BYTES,
@@ -25,9 +26,6 @@ from cotrain.requests.flow_control import (
     Dispatch,
     InFlightLimit,
     SendQueue,
-    chunks_of,
-    combine,
-    cut,
 )
 from cotrain.types import ClientConfigResponse, ForwardBackwardOutput, TensorData
 from cotrain.wire.proto import wire_pb2 as wire

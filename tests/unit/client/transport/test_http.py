@@ -25,7 +25,7 @@ from cotrain.errors import (
     RateLimitError,
     UnprocessableEntityError,
 )
-from cotrain.requests.connection import BackgroundLoop
+from cotrain.requests.background_loop import BackgroundLoop
 from cotrain.transport import http as module
 from cotrain.transport.http import AT_ONCE, ConnectionPools, Transport
 from cotrain.transport.responses import RetryPolicy, parsed, read, reader

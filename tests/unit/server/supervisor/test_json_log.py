@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_server.supervisor import json_log as loglines
-from cotrain_server.supervisor.process import LINES
+from cotrain_server.supervisor.process import JSON_LOG
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -42,6 +42,6 @@ def test_json_lines_stay_and_empty_lines_are_dropped() -> None:
 
 def test_a_full_disk_loses_lines_but_does_not_end_the_process() -> None:
     with Path("/dev/full").open("wb") as full:
-        command = [sys.executable, "-I", "-S", str(LINES), "w0"]
+        command = [sys.executable, "-I", "-S", str(JSON_LOG), "w0"]
         ran = subprocess.run(command, input=b"one\ntwo\n", stdout=full, stderr=full, check=False)
     assert ran.returncode == 0

@@ -15,7 +15,7 @@ import pytest
 
 from cotrain_server.supervisor import process as children
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_server.supervisor.process import TETHER, Child, Program, Reason, RestartHistory
+from cotrain_server.supervisor.process import EXEC_WITH_PARENT, ManagedProcess, Program, Reason, RestartHistory
 from tests.support.waiting import until
 
 SLEEPER = Program("sleeper", ["sleep", "60"], {"PATH": os.environ["PATH"]}, grace_s=5)
@@ -24,13 +24,15 @@ BROKEN = replace(SLEEPER, name="broken", command=["sh", "-c", "exit 7"])
 
 
 class Watched:
-    """Child process with its printed lines and its reported problems."""
+    """Managed process with its printed lines and its reported problems."""
 
     def __init__(self, folder: Path, program: Program) -> None:
         self.lines: asyncio.Queue[str] = asyncio.Queue()
         self.problems: list[str | None] = []
-        self.child = Child(program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.problems.append(t))
-        self.kept = asyncio.create_task(self.child.keep())
+        self.child = ManagedProcess(
+            program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.problems.append(t)
+        )
+        self.kept = asyncio.create_task(self.child.run_until_stopped())
 
     async def pid(self) -> int:
         """Wait for the next start. Return its process id."""
@@ -94,7 +96,7 @@ async def test_a_crash_loop_is_reported_and_restarts_continue(tmp_path: Path) ->
 
 
 async def test_a_process_killed_after_a_long_run_is_restarted_at_once(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, replace(SLEEPER, good_life_s=0.0))
+    watched = Watched(tmp_path, replace(SLEEPER, good_run_s=0.0))
     watched.child.restarts = RestartHistory((time.monotonic(),) * 9)
     for _ in range(2):
         os.kill(await watched.pid(), signal.SIGKILL)
@@ -156,7 +158,7 @@ def test_a_tethered_process_ends_with_its_supervisor() -> None:
     # The supervisor starts a tethered sleeper, prints its process id, and waits to be killed.
     supervise = (
         "import os, subprocess, sys, time\n"
-        f"tether = [sys.executable, '-I', '-S', {str(TETHER)!r}, str(os.getpid()), '9']\n"
+        f"tether = [sys.executable, '-I', '-S', {str(EXEC_WITH_PARENT)!r}, str(os.getpid()), '9']\n"
         "print(subprocess.Popen([*tether, 'sh', '-c', 'echo up; exec sleep 60']).pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -170,7 +172,7 @@ def test_a_tethered_process_ends_with_its_supervisor() -> None:
 
 
 def test_a_tether_to_an_ended_supervisor_starts_nothing() -> None:
-    command = [sys.executable, "-I", "-S", str(TETHER), "1", "9", "echo", "started"]
+    command = [sys.executable, "-I", "-S", str(EXEC_WITH_PARENT), "1", "9", "echo", "started"]
     ended = subprocess.run(command, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")
 
@@ -178,7 +180,7 @@ def test_a_tether_to_an_ended_supervisor_starts_nothing() -> None:
 def crashed_at(times: list[float]) -> RestartHistory:
     history = RestartHistory()
     for crash in times:
-        history = history.plus(crash)
+        history = history.with_crash(crash)
     return history
 
 
@@ -197,10 +199,10 @@ def test_five_crashes_in_a_minute_are_a_crash_loop() -> None:
 
 
 def test_a_long_run_resets_the_restart_delay() -> None:
-    history = crashed_at([0.0, 1.0, 2.0, 3.0, 4.0]).plus(9.0, lived_well=True)
+    history = crashed_at([0.0, 1.0, 2.0, 3.0, 4.0]).with_crash(9.0, ran_well=True)
     assert history.is_crash_loop
     assert history.delay_s == 0.1
-    assert history.plus(10.0).delay_s == 0.2
+    assert history.with_crash(10.0).delay_s == 0.2
 
 
 def test_old_crashes_do_not_count() -> None:

@@ -9,7 +9,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId, TenantId
 from cotrain_store.messages.runs import SessionRecord, Tenant
-from cotrain_store.usage import UsageRow, What
+from cotrain_store.usage import UsageKind, UsageRow
 
 NOW = datetime(2026, 7, 14, 12, 30, tzinfo=UTC)
 NOON = datetime(2026, 7, 14, 12, tzinfo=UTC)
@@ -18,7 +18,7 @@ ALICE = Tenant(TenantId("t-alice"), "alice")
 SESSION = SessionRecord(SessionId("s1"), ALICE.id, 0.0, project_id="nightly")
 
 
-def row(what: What, amount: float, *, hour: datetime = NOON, session: str = "s1", source: str = "r1") -> UsageRow:
+def row(what: UsageKind, amount: float, *, hour: datetime = NOON, session: str = "s1", source: str = "r1") -> UsageRow:
     return UsageRow(hour, what, "tiny/model", session, source, amount)
 
 

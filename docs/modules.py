@@ -1,6 +1,6 @@
 """Generator of the page of modules, from docstrings and imports.
 
-`make docs` adds it to the site. `.venv/bin/python docs/rooms.py` prints it.
+`make docs` adds it to the site. `.venv/bin/python docs/modules.py` prints it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def docstring(file: Path) -> str:
 
 
 def _section(graph: grimp.ImportGraph, folder: str) -> str:
-    rooms = sorted(path for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists())
-    names = [path.name for path in rooms]
+    folders = sorted(path for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists())
+    names = [path.name for path in folders]
     imports: dict[str, list[str]] = {}
     for a, b in direct(_edges(graph, _module(folder), names)):
         imports.setdefault(a, []).append(b)
@@ -67,7 +67,7 @@ def _section(graph: grimp.ImportGraph, folder: str) -> str:
             "",
             "| path | contents |",
             "|---|---|",
-            *(row for path in rooms for row in _rows(path, folder, imports.get(path.name, []))),
+            *(row for path in folders for row in _rows(path, folder, imports.get(path.name, []))),
             *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
             "",
         ]
@@ -97,10 +97,10 @@ def _module(folder: str) -> str:
     return ".".join(Path(folder).parts[1:])
 
 
-def _edges(graph: grimp.ImportGraph, package: str, rooms: list[str]) -> set[Edge]:
+def _edges(graph: grimp.ImportGraph, package: str, folders: list[str]) -> set[Edge]:
     return {
         (a, b)
-        for a, b in permutations(rooms, 2)
+        for a, b in permutations(folders, 2)
         if graph.direct_import_exists(importer=f"{package}.{a}", imported=f"{package}.{b}", as_packages=True)
     }
 

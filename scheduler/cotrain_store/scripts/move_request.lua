@@ -1,4 +1,4 @@
--- move_ask: request the move of a run to another worker of its pool. Its owner hands it over (`move`) once a
+-- move_request: request the move of a run to another worker of its pool. Its owner hands it over (`move`) once a
 -- recovery copy contains all of it. Until then nothing more of it is planned. Idempotent.
 -- Fenced by the scheduler's epoch if the scheduler calls it. Refused within `quiet_ms` after its last move.
 local args = cjson.decode(ARGV[1])

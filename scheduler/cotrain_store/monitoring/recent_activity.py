@@ -1,4 +1,4 @@
-"""Reader of cycle records, the newest ops of a run, and the last hour of a pool, for pages."""
+"""Recent activity, for pages: cycle records, the newest ops of a run, and the last hour of a pool."""
 
 import asyncio
 import json

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from cotrain_server.adapter_upload.adapter_files import _Gunzip, unpack
+from cotrain_server.adapter_upload.archive import _Gunzip, unpack
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
 from cotrain_store.errors import Refused
 from tests.support.draws import examples
