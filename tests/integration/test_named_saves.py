@@ -180,7 +180,7 @@ async def test_of_two_saves_of_one_name_in_one_step_the_first_has_it(samples: Sa
     for seq in (1, 2):
         saves |= await samples.describe_save(run, seq, name="x", kind="weights")
     step = await samples.log.plan()
-    results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+    results = {op.id: Result.of_json({"seq": op.seq}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     refused = samples.log.result(run, 2)
     assert refused
@@ -332,7 +332,7 @@ async def test_a_large_answer_of_a_save_comes_from_the_spool(samples: Samples) -
     saves = await samples.describe_save(run, 1, name="x")
     step = await samples.log.plan()
     large = Result.of_json({"sources": "s" * 100_000})
-    results = {(op.run, op.seq): large for op in step.ops}
+    results = {op.id: large for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     samples.stored(run, 1)
     async with samples.log.futures() as futures:
@@ -359,7 +359,7 @@ async def test_a_refused_removal_keeps_the_steps_and_rewinds_of_the_log(samples:
     for seq, kind in ((1, OpKind.OPTIM_STEP), (2, OpKind.REWIND)):
         await log.submit(run, seq, kind)
         step = await log.plan()
-        results = {(op.run, op.seq): Result.of_json({}) for op in step.ops}
+        results = {op.id: Result.of_json({}) for op in step.ops}
         log.execution.commit(step, results, {}, {}, found={(run.id, seq): entries[seq]})
     await samples.save(run, 3, name="x")
     await log.intake.close_run(run)

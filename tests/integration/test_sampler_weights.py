@@ -69,7 +69,7 @@ async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> No
     await samples.save(run, 2, name="x")
     samples.saved.mark_stored(ref_of(run, 2), DIGEST, 10)
     before = samples.log.everything()
-    results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+    results = {op.id: Result.of_json({"seq": op.seq}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     assert samples.log.everything() == before
     # As a store that went back in time would have it.

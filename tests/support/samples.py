@@ -123,7 +123,7 @@ class Samples:
         """Commit a save under a name, or as an ephemeral sampler (see `describe_save`)."""
         saves = await self.describe_save(run, seq, **how)
         step = await self.log.plan()
-        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+        results = {op.id: Result.of_json({"seq": op.seq}) for op in step.ops}
         self.log.execution.commit(step, results, {}, {}, saves=saves)
         return step, saves
 

@@ -36,7 +36,7 @@ from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, 
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.layer_kernels import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
+from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, OpId, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target, has_experts
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
@@ -157,7 +157,7 @@ class Engine:
     def cycle(
         self,
         ops: Sequence[Op],
-        allowances: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        allowances: Mapping[OpId, int] = MappingProxyType({}),
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[CycleOutput]:
         """Run one cycle: per run, ascending `seq`, `(Create | Import | Load)? (Pass | ReverseKl)*

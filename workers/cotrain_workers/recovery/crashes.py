@@ -22,7 +22,7 @@ from functools import cached_property
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId, RunId, WorkerId, request_id
+from cotrain_store.messages.ids import OpId, RequestId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -46,7 +46,7 @@ POISON = Failure("Request repeatedly crashed the worker; it was not applied.", "
 class Answers:
     """Outputs of ops that ran in several engine cycles."""
 
-    outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
+    outputs: dict[OpId, Output] = field(default_factory=dict)
     is_exact: bool = True
     """False if memory ran out in one of them, or in a replay (`CycleOutput.is_exact`)."""
 
@@ -114,7 +114,7 @@ def run_in_groups(
         if group[0].run in separate:
             continue  # an earlier group of this run raised
         if len(group) == 1 and risks.is_poison(group[0]):
-            answers.outputs[group[0].run, group[0].seq] = POISON
+            answers.outputs[group[0].id] = POISON
             continue
         risks.note(group)
         try:
@@ -153,16 +153,14 @@ def run_alone(engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], boo
     `reload_state` restores the last committed state of the run, and returns True if it did so to
     the bit. With `risks` each op may crash.
     """
-    failed: dict[tuple[str, int], Output] = {
-        (op.run, op.seq): POISON for op in ops if risks is not None and risks.is_poison(op)
-    }
+    failed: dict[OpId, Output] = {op.id: POISON for op in ops if risks is not None and risks.is_poison(op)}
     while True:
         answers = Answers(dict(failed), is_exact=reload_state())
-        left = [op for op in ops if (op.run, op.seq) not in failed]
+        left = [op for op in ops if op.id not in failed]
         failing = _run_one_by_one(engine, left, answers, risks)
         if failing is None:
             return answers
-        failed[failing.run, failing.seq] = CRASHED
+        failed[failing.id] = CRASHED
 
 
 def _run_one_by_one(engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
@@ -224,7 +222,7 @@ class LargePasses:
         part = careful_part(ops, kills, self._deferred, memory_limit_bytes())
         self._deferred.update(kill.request for kill in kills)
         for op in ops:
-            if (op.run, op.seq) in part.failures:
+            if op.id in part.failures:
                 log.error("pass_too_large", request=request_of(op), tokens=longest_of(op))
         if part.is_alone:
             self._running_alone = request_of(part.ops[0])
@@ -283,7 +281,7 @@ class Part:
     """Ops of a step that run now. The others return to their queues."""
 
     ops: Sequence[Op]
-    failures: Mapping[tuple[str, int], Failure] = field(default_factory=dict)
+    failures: Mapping[OpId, Failure] = field(default_factory=dict)
     killing_tokens: int = 0
     """Tokens of the smallest micro-batch that killed a process; 0 if none did."""
     is_alone: bool = False  # True if the only op is a dangerous request
@@ -315,14 +313,14 @@ def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[
     longest datum has as many tokens as that micro-batch, because a datum is not cut.
     """
     killing_tokens = min(kill.tokens for kill in kills)
-    failures: dict[tuple[str, int], Failure] = {}
+    failures: dict[OpId, Failure] = {}
     remaining: list[Op] = []
     for op in ops:
         own = [kill for kill in kills if kill.request == request_of(op)]
         if isinstance(op, Pass | ReverseKl) and sum(kill.count for kill in own) >= MAX_CRASHES:
             tokens = min(kill.tokens for kill in own)
             if longest_of(op) >= tokens:
-                failures[op.run, op.seq] = too_large(longest_of(op), limit_bytes)
+                failures[op.id] = too_large(longest_of(op), limit_bytes)
                 continue
             op = replace(op, slice_tokens=tokens // 2)
         remaining.append(op)

@@ -16,7 +16,7 @@ from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId, TenantId, seq_of
+from cotrain_store.messages.ids import OpId, RunId, TenantId, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import RunState, WeightsRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
@@ -57,7 +57,7 @@ class StepRuns:
     ops: tuple[QueuedOp, ...]  # ops to run
     stopped: Mapping[RunId, Failure]
     is_exact: bool
-    rewinds: Mapping[tuple[str, int], NoteOutput | Failure] = field(default_factory=dict)
+    rewinds: Mapping[OpId, NoteOutput | Failure] = field(default_factory=dict)
     """Outputs of the step's REWIND ops, which have run."""
 
 
@@ -125,7 +125,7 @@ class RunLifecycle:
         done: dict[RunId, int] = {}
         is_exact, is_rolled_back = True, False
         self._rewound = {}
-        rewinds: dict[tuple[str, int], NoteOutput | Failure] = {}
+        rewinds: dict[OpId, NoteOutput | Failure] = {}
         first = {op.run: op.seq for op in reversed(step.ops)}
         for run, seq in first.items():
             if self.done(run) != seq - 1:  # another worker may have changed it

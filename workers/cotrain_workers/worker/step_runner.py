@@ -74,14 +74,14 @@ class StepRunner:
         """Return True if a process ended during the step or one of its requests. It then runs without other work."""
         return self.risks(step).count > 0 or self._large_passes.has_kill_of(step)
 
-    def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
+    def read(self, step: Step, runs: StepRuns) -> tuple[dict[OpId, bytes], StepRuns]:
         """Return the bodies of a step's ops. A run with a missing body is stopped."""
         # A pass that is no longer open in the engine starts anew, or never runs again.
         still_open = self._engine.open_passes
         self._open_ops = {at: kept for at, kept in self._open_ops.items() if at in still_open}
         unread = [op for op in step.ops if op.id not in self._open_ops]
         read = dict(zip(unread, self._execution.bodies(unread), strict=True))
-        bodies: dict[tuple[str, int], bytes] = {}
+        bodies: dict[OpId, bytes] = {}
         stopped = dict(runs.stopped)
         for op in step.ops:
             kept = self._open_ops.get(op.id)
@@ -95,7 +95,7 @@ class StepRunner:
     def run(
         self,
         step: Step,
-        bodies: Mapping[tuple[str, int], bytes],
+        bodies: Mapping[OpId, bytes],
         runs: StepRuns,
         is_over: Callable[[], bool],
         is_late: Callable[[], bool],
@@ -117,10 +117,10 @@ class StepRunner:
             DeviceLost: the device has failed, and the process must restart.
         """
         self._execution.begin(step)
-        outputs: dict[tuple[str, int], Output] = {}
+        outputs: dict[OpId, Output] = {}
         runnable: list[Op] = []
         allowed = step.allowances if runs.is_exact and not is_risky else {}
-        allowances: dict[tuple[str, int], int] = {(run_of(op), seq_of(op)): n for op, n in allowed.items()}
+        allowances: dict[OpId, int] = {(run_of(op), seq_of(op)): n for op, n in allowed.items()}
         requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
         for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
@@ -162,9 +162,9 @@ class StepRunner:
     def _requests(
         self,
         step: Step,
-        bodies: Mapping[tuple[str, int], bytes],
+        bodies: Mapping[OpId, bytes],
         runs: StepRuns,
-        allowances: Container[tuple[str, int]],
+        allowances: Container[OpId],
         is_late: Callable[[], bool],
     ) -> Yielding[list[tuple[QueuedOp, Op | NoteOutput | Failure]]]:
         """Return the request of each op of a step, except of those that wait for the next step."""
@@ -210,8 +210,8 @@ class StepRunner:
         self,
         step: Step,
         ops: Sequence[Op],
-        bodies: Mapping[tuple[str, int], bytes],
-        allowances: Mapping[tuple[str, int], int],
+        bodies: Mapping[OpId, bytes],
+        allowances: Mapping[OpId, int],
         is_over: Callable[[], bool],
     ) -> Yielding[CycleOutput | None]:
         """Run ops in one cycle. Return None if the engine raised; the request that caused it is not known."""
@@ -249,7 +249,7 @@ class StepRunner:
                 return run_alone(self._engine, of_run, partial(self._runs.reload_state, run), risks)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
-            return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))
+            return Answers(dict.fromkeys((op.id for op in of_run), failure))
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
         """Update the computing time of each open pass after a step."""
@@ -270,12 +270,10 @@ class OpenOp:
     """
 
 
-def finished_outputs(
-    ops: Iterable[QueuedOp], outputs: Mapping[tuple[str, int], Output]
-) -> dict[tuple[str, int], Output]:
+def finished_outputs(ops: Iterable[QueuedOp], outputs: Mapping[OpId, Output]) -> dict[OpId, Output]:
     """Return the outputs without those behind an unfinished op of their run, which has none yet."""
     unfinished: set[RunId] = set()
-    finished: dict[tuple[str, int], Output] = {}
+    finished: dict[OpId, Output] = {}
     for op in ops:
         output = outputs.get(op.id)
         if output is None:

@@ -72,7 +72,7 @@ def kill(request: str, tokens: int, count: int = 1) -> Kill:
 
 
 def chosen(ops: list[Op], *kills: Kill, deferred: Collection[str] = ()) -> list[tuple[str, int]]:
-    return [(op.run, op.seq) for op in careful_part(ops, kills, deferred, LIMIT_BYTES).ops]
+    return [op.id for op in careful_part(ops, kills, deferred, LIMIT_BYTES).ops]
 
 
 OPS: list[Op] = [a_pass("a", 1, 9), a_pass("a", 2, 5000), a_step("a", 3), a_pass("b", 1, 8), a_step("b", 2)]
@@ -84,7 +84,7 @@ def test_ops_before_a_dangerous_request_run_first() -> None:
 
 def test_a_dangerous_request_that_has_waited_runs_apart_and_later_ops_wait() -> None:
     part = careful_part(OPS[1:], [kill("a:2", 5000)], {"a:2"}, LIMIT_BYTES)
-    assert [(op.run, op.seq) for op in part.ops] == [("a", 2)]
+    assert [op.id for op in part.ops] == [("a", 2)]
     assert (part.is_alone, part.killing_tokens, part.failures) == (True, 5000, {})
 
 
@@ -101,7 +101,7 @@ def test_of_two_dangerous_requests_one_runs_at_a_time() -> None:
 @pytest.mark.parametrize("kills", [[kill("a:2", 5000, 2)], [kill("a:2", 5300), kill("a:2", 5000)]])
 def test_a_datum_that_ended_two_processes_fails_and_the_others_run(kills: list[Kill]) -> None:
     part = careful_part(OPS, kills, (), LIMIT_BYTES)
-    assert [(op.run, op.seq) for op in part.ops] == [("a", 1), ("a", 3), ("b", 1), ("b", 2)]
+    assert [op.id for op in part.ops] == [("a", 1), ("a", 3), ("b", 1), ("b", 2)]
     assert not part.is_alone
     failure = part.failures["a", 2]
     assert (failure.category, failure.code) == ("user", "too_large")

@@ -73,7 +73,7 @@ def spans_of(
     cost = CycleOutput(outputs, 1, 42, 64, 0.5, 0.25, divided=divided or {}, parts=parts)
     record = {"outcome": "ok", "runs": [], "tokens": 42, "sampling_ms": None}
     ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
-    rows = op_rows(step, {(op.run, op.seq): b"" for op in step.ops}, ran, 1.0)
+    rows = op_rows(step, {op.id: b"" for op in step.ops}, ran, 1.0)
     commit = replace(NOTHING, rows=rows, record=record)
     times, spans, provider = CycleTimes(DeviceTime()), Spans(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))

@@ -15,6 +15,7 @@ from cotrain_workers.engine.ops import (
     Datum,
     Failure,
     KlDatum,
+    OpId,
     Pass,
     PassOutput,
     ReverseKl,
@@ -318,7 +319,7 @@ def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBa
         for op_slice in batch.op_slices
         for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
     )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+    return UpcomingBatch(largest.id, batch.tokens, max(lengths), batch.needs_grad)
 
 
 class OpenPasses:
@@ -335,7 +336,7 @@ class OpenPasses:
         return op_id in self.ids
 
     @property
-    def ids(self) -> frozenset[tuple[str, int]]:
+    def ids(self) -> frozenset[OpId]:
         """Open passes, by (run, seq)."""
         return frozenset((run, state.op.seq) for run, state in list(self._state_by_run.items()))
 
@@ -350,7 +351,7 @@ class OpenPasses:
         if state is not None:
             state.adapter.drop_open_gradient()
 
-    def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
+    def take(self, first_by_run: Mapping[str, int]) -> dict[OpId, PassState]:
         """Remove and return the open passes that come next in their runs, by (run, seq).
 
         Drop other open passes of these runs.

@@ -207,7 +207,7 @@ def test_tokens_count_once_if_memory_runs_out_in_a_later_cycle(new_engine: NewEn
         raise torch.OutOfMemoryError
 
     state.long_work = run_out()
-    while (op.run, op.seq) not in cycles[-1].outputs:
+    while op.id not in cycles[-1].outputs:
         cycles.append(_cycle(engine, [op]))
 
     assert isinstance(cycles[-1].outputs[op.run, op.seq], PassOutput) == (recompute == "always")
@@ -262,7 +262,7 @@ def test_a_datum_suspended_after_every_layer_has_the_same_bits(
 
 
 def _cycle(engine: Engine, ops: list[Op], *, allowances: bool = True) -> Any:
-    limits = {(op.run, op.seq): 1 for op in ops if isinstance(op, Pass)} if allowances else {}
+    limits = {op.id: 1 for op in ops if isinstance(op, Pass)} if allowances else {}
     return drive(engine.cycle(ops, limits, lambda: allowances), lambda: None)[0]
 
 
@@ -275,8 +275,8 @@ def test_two_suspended_datums_both_finish(new_engine: NewEngine) -> None:
     finished = []
     for _ in range(60):
         output = _cycle(engine, open_ops)
-        finished += [op.run for op in open_ops if (op.run, op.seq) in output.outputs]
-        open_ops = [op for op in open_ops if (op.run, op.seq) not in output.outputs]
+        finished += [op.run for op in open_ops if op.id in output.outputs]
+        open_ops = [op for op in open_ops if op.id not in output.outputs]
         if not open_ops:
             break
     assert sorted(finished) == ["long", "other"]
