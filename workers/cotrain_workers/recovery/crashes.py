@@ -212,22 +212,22 @@ class LargePasses:
         """Return True if a process ended during one of a step's requests."""
         return any(op.request_id == kill.request for kill in self._kills for op in step.ops)
 
-    def part_of(self, ops: Sequence[Op]) -> Part:
+    def select(self, ops: Sequence[Op]) -> Selection:
         """Return the ops of a step that run now: all of them, if no process ended during one."""
         self._running_alone = ""
         requests = [request_of(op) for op in ops]
         kills = [kill for kill in self._kills if kill.request in requests]
         if not kills:
-            return Part(ops)
-        part = careful_part(ops, kills, self._deferred, memory_limit_bytes())
+            return Selection(ops)
+        selected = select_ops(ops, kills, self._deferred, memory_limit_bytes())
         self._deferred.update(kill.request for kill in kills)
         for op in ops:
-            if op.id in part.failures:
+            if op.id in selected.failures:
                 log.error("pass_too_large", request=request_of(op), tokens=longest_of(op))
-        if part.is_alone:
-            self._running_alone = request_of(part.ops[0])
-            log.warning("large_pass_apart", request=self._running_alone, tokens=part.killing_tokens)
-        return part
+        if selected.is_alone:
+            self._running_alone = request_of(selected.ops[0])
+            log.warning("large_pass_apart", request=self._running_alone, tokens=selected.killing_tokens)
+        return selected
 
     def forget(self, requests: Collection[str]) -> None:
         """Drop the kills of requests that have a result."""
@@ -277,7 +277,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Part:
+class Selection:
     """Ops of a step that run now. The others return to their queues."""
 
     ops: Sequence[Op]
@@ -303,8 +303,8 @@ def kills_of(counts: Mapping[str, int]) -> list[Kill]:
     return kills
 
 
-def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int) -> Part:
-    """Return the part of a step that runs now, the ops of each run in order. Pure.
+def select_ops(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int) -> Selection:
+    """Return the ops of a step that run now, those of each run in order. Pure.
 
     Ops before the first dangerous request of their run go first. Then one dangerous request runs alone. The
     requests in `deferred` have let other ops go first once, and do not wait again.
@@ -332,8 +332,8 @@ def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[
     harmless = [op for op in remaining if op.run not in first_dangerous or op.seq < first_dangerous[op.run].seq]
     may_wait = any(request_of(op) not in deferred for op in first_dangerous.values())
     if not first_dangerous or (harmless and may_wait):
-        return Part(harmless, failures, killing_tokens)
-    return Part([next(iter(first_dangerous.values()))], failures, killing_tokens, is_alone=True)
+        return Selection(harmless, failures, killing_tokens)
+    return Selection([next(iter(first_dangerous.values()))], failures, killing_tokens, is_alone=True)
 
 
 def longest_of(op: Op) -> int:

@@ -188,7 +188,7 @@ class WorkerLoop:
             # Do not prefetch while re-running a step that crashed a worker, so that bisection
             # stays unambiguous.
             with nullcontext() if is_risky else self._prefetcher.during(step):
-                work = self._runner.run(step, bodies, runs, is_over, is_late, is_risky=is_risky)
+                work = self._runner.run(step, bodies, runs, is_over, is_late)
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
             times.note("run", Phase.TRAIN)

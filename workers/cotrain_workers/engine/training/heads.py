@@ -39,7 +39,7 @@ from cotrain_workers.engine.training.losses import (
     value,
     value_and_slope,
 )
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut_op, fill
 
 # Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
 FEWEST_ROWS = 32
@@ -311,7 +311,7 @@ class References:
         op_slices = [
             op_slice
             for at, own in enumerate(datums)
-            for op_slice in cut(at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False)
+            for op_slice in cut_op(at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False)
         ]
         batches = fill(op_slices, limit)
         hidden: list[list[torch.Tensor]] = [[] for _ in asked]

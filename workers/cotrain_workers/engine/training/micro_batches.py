@@ -104,7 +104,7 @@ class PassesCost:
         self.seconds += time.perf_counter() - began
 
 
-def cut(
+def cut_op(
     owner: int,
     lengths: Sequence[int],
     columns: Sequence[int],

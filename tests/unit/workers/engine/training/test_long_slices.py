@@ -25,7 +25,7 @@ from cotrain_workers.engine.training import batch_runner
 from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.heads import HeadResult
-from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, StartedLong
 from cotrain_workers.engine.training.micro_batches import Budget
 from tests.support import tiny_models
 from tests.support.draws import variant
@@ -172,7 +172,7 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sums then have other last bits, and the next one does not fail first."""
-    engine, begin = begun(new_engine, recompute="always"), BatchRunner.long_slice
+    engine, begin = begun(new_engine, recompute="always"), BatchRunner.start_long
     kinds: list[type] = []
 
     class Full(list[torch.Tensor]):
@@ -180,13 +180,14 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
         def append(self, _: torch.Tensor) -> None:
             raise torch.OutOfMemoryError
 
-    def begin_full(*given: Any) -> LongSlice:
-        long = begin(*given)
-        kinds.append(type(long.inputs))
-        long.inputs = Full() if isinstance(long.inputs, list) else long.inputs
-        return long
+    def begin_full(*given: Any) -> StartedLong:
+        started = begin(*given)
+        kinds.append(type(started.slice.inputs))
+        if isinstance(started.slice.inputs, list):
+            started.slice.inputs = Full()
+        return started
 
-    monkeypatch.setattr(BatchRunner, "long_slice", begin_full)
+    monkeypatch.setattr(BatchRunner, "start_long", begin_full)
     exact = []
     for _ in range(2):
         output = engine.run([long_pass()])
@@ -206,7 +207,8 @@ def test_tokens_count_once_if_memory_runs_out_in_a_later_cycle(new_engine: NewEn
         yield from ()
         raise torch.OutOfMemoryError
 
-    state.long_work = run_out()
+    assert state.long
+    state.long = replace(state.long, work=run_out())
     while op.id not in cycles[-1].outputs:
         cycles.append(_cycle(engine, [op]))
 

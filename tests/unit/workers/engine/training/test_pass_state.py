@@ -16,7 +16,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Output, Pass, ReverseKl, Save
 from cotrain_workers.engine.running_cycle import next_wave
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.pass_state import memory_failure
+from cotrain_workers.engine.training.pass_outputs import memory_failure
 from tests.support.draws import variant
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.open_passes import LENGTHS, ONE_LAYER, SLICE, a_pass, a_step, assert_same_outputs, one_cycle
