@@ -1,14 +1,9 @@
 """Scheduler of the decoder: admission by free pages, and fair sharing of a step's tokens. Plain bookkeeping.
 
-Admission. The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
+The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
 first. Within a tenant the oldest sequence is admitted first and the youngest is preempted first. Each step
 advances some sequence. A tenant without running sequences may also preempt a sequence that has generated for a
 minimum lease (`sequence_pages.py`). No sequence starves.
-
-Fairness. A step gives each tenant the same number of tokens per weight, if it has work for them. The
-tenant with the smallest weighted token count, including its next part, is served next. A tenant that generates
-one token per step therefore does not wait for a page of another tenant's prompt. This is the order of weighted
-fair queueing, by finish time (Demers, Keshav, Shenker 1989).
 """
 
 from collections import deque
@@ -35,7 +30,13 @@ ROW_CONTEXT = 256
 
 
 class FairShare:
-    """Weighted token count of each tenant. A share that a tenant cannot use is not saved."""
+    """Weighted token count of each tenant. A share that a tenant cannot use is not saved.
+
+    A step gives each tenant the same number of tokens per weight, if it has work for them. The tenant with the smallest
+    count, including its next part, is served next. A tenant that generates one token per step therefore does not wait
+    for a page of another tenant's prompt. This is the order of weighted fair queueing, by finish time (Demers, Keshav,
+    Shenker 1989).
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}

@@ -24,7 +24,7 @@ from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, SumsUnusab
 from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, WeightsMissing
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.sampling.vllm.adapters import AdapterCopies, VllmAdapters, VllmUnusable, check_server
+from cotrain_workers.sampling.vllm.adapters import AdapterCopies, VllmAdapters
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
@@ -37,6 +37,7 @@ from cotrain_workers.sampling.vllm.client import (
     refusal,
     sample_output,
 )
+from cotrain_workers.sampling.vllm.server_check import VllmUnusable, check_server
 
 log = structlog.get_logger()
 
