@@ -121,7 +121,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     """
     micro_batch_tokens = settings.micro_batch_tokens
     is_measured = micro_batch_tokens == "auto" and device == "cuda"
-    circumstances = _circumstances(settings, device)
+    size_key = _batch_size_key(settings, device)
     host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
     more: dict[str, Any] = {"quantization": settings.quantization}
     if lock_step is not None:
@@ -130,7 +130,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
         micro_batch_tokens = ENOUGH_TOKENS if is_measured else micro_batch_tokens
     elif micro_batch_tokens == "auto":
-        micro_batch_tokens = known_batch_sizes(settings.batch_sizes_path).get(circumstances) or "auto"
+        micro_batch_tokens = known_batch_sizes(settings.batch_sizes_path).get(size_key) or "auto"
     engine = Engine.load(
         settings.model_source,
         device=device,
@@ -142,11 +142,11 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         **more,
     )
     if is_measured and lock_step is None:
-        remember_batch_size(settings.batch_sizes_path, circumstances, engine.facts.numerics.micro_batch_tokens)
+        remember_batch_size(settings.batch_sizes_path, size_key, engine.facts.numerics.micro_batch_tokens)
     return engine
 
 
-def _circumstances(settings: WorkerSettings, device: str) -> str:
+def _batch_size_key(settings: WorkerSettings, device: str) -> str:
     """Return the cache key: every condition that the measured micro-batch size depends on."""
     hardware = torch.cuda.get_device_name() if device == "cuda" else device
     return " ".join(
@@ -332,9 +332,9 @@ def known_batch_sizes(path: Path) -> dict[str, int]:
         return {}
 
 
-def remember_batch_size(path: Path, circumstances: str, tokens: int) -> None:
+def remember_batch_size(path: Path, size_key: str, tokens: int) -> None:
     """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
-    known = {**known_batch_sizes(path), circumstances: tokens}
+    known = {**known_batch_sizes(path), size_key: tokens}
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")

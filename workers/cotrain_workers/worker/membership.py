@@ -227,7 +227,7 @@ def move_runs(execution: Execution, runs: RunLifecycle) -> None:
         Fenced: another process took over this worker id.
     """
     for move in execution.moves.wanted():
-        in_memory = runs.done(move.run) >= 0
+        in_memory = runs.in_memory(move.run)
         if in_memory and not runs.copies.is_copied(move.run):
             continue
         failpoint("move.before", move.run)
