@@ -40,7 +40,7 @@ from cotrain_workers.engine.ops import (
     Output,
     Pass,
     PassOutput,
-    Progress,
+    PassProgress,
     ReverseKl,
     ReverseKlOutput,
     Save,
@@ -157,7 +157,7 @@ HALF = CycleOutput(
     padded_tokens=32,
     wave_s=0.75,
     optim_s=0.25,
-    divided={(A, 1): Progress(now=10, in_all=30), (B, 1): Progress(now=10, in_all=11)},
+    divided={(A, 1): PassProgress(now=10, in_all=30), (B, 1): PassProgress(now=10, in_all=11)},
 )
 
 

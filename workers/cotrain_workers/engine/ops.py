@@ -297,7 +297,7 @@ Output = CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput |
 
 
 @dataclass(frozen=True)
-class Progress:
+class PassProgress:
     """Progress of a pass that takes several cycles, in tokens that the base model read for it."""
 
     now: int  # in this cycle
@@ -334,7 +334,7 @@ class CycleOutput:
     wave_s: float  # forward/backward, without the time at its yield points
     optim_s: float
     is_exact: bool = True  # False: memory ran out, and an op has other last bits than with more memory
-    divided: Mapping[OpId, Progress] = field(default_factory=dict)
+    divided: Mapping[OpId, PassProgress] = field(default_factory=dict)
     """Progress of passes that stay open, or were open in an earlier cycle. Those without an output are open."""
     parts: Sequence[CyclePart] = ()  # waves and optimizer steps, in order
 

@@ -19,7 +19,7 @@ from cotrain_workers.engine.ops import (
     OptimStep,
     Output,
     Pass,
-    Progress,
+    PassProgress,
     ReverseKl,
     Save,
     begins_run,
@@ -46,7 +46,7 @@ class RunningCycle:
     allowances: Mapping[OpId, int]
     is_over: Callable[[], bool]
     outputs: dict[OpId, Output] = field(default_factory=dict)
-    divided: dict[OpId, Progress] = field(default_factory=dict)
+    divided: dict[OpId, PassProgress] = field(default_factory=dict)
     # runs whose remaining ops wait for a later cycle
     deferred: set[str] = field(default_factory=set)
     opened: Mapping[OpId, PassState] = field(default_factory=dict)  # by earlier cycles
@@ -180,7 +180,7 @@ class RunningCycle:
             self.outputs[op_id] = state.output
             self.is_exact = self.is_exact and state.is_exact
         if state.output is None or state.rows_before:
-            self.divided[op_id] = Progress(state.rows_now, state.done_rows)
+            self.divided[op_id] = PassProgress(state.rows_now, state.done_rows)
 
 
 def next_wave(

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from cotrain_workers.engine.decoding.kv_cache import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
+from cotrain_workers.engine.decoding.sequence import SequenceGroup, SequenceState, TenantQueue
 from cotrain_workers.engine.decoding.sequence_pages import (
     Plan,
     SequencePages,
@@ -105,7 +105,7 @@ class DecodeScheduler:
         """Sequences that hold pages; within a tenant, oldest first."""
         return [sequence for queue in self.queues.values() for sequence in queue.running]
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """Enqueue all sequences of a request."""
         queue = self.queues.setdefault(group.request.tenant, TenantQueue())
         queue.weight = group.request.tenant_weight
@@ -118,7 +118,7 @@ class DecodeScheduler:
         self.memory.strip(sequence)
         self._forget_empty(sequence.group)
 
-    def cancel(self, group: Group) -> list[SequenceState]:
+    def cancel(self, group: SequenceGroup) -> list[SequenceState]:
         """Remove a request and free its memory; return its sequences that were running."""
         queue = self.queues.get(group.request.tenant, TenantQueue())
         ran = queue.cancel(group)
@@ -296,7 +296,7 @@ class DecodeScheduler:
     def _queue(self, sequence: SequenceState) -> TenantQueue:
         return self.queues[sequence.group.request.tenant]
 
-    def _forget_empty(self, group: Group) -> None:
+    def _forget_empty(self, group: SequenceGroup) -> None:
         tenant = group.request.tenant
         if tenant in self.queues and self.queues[tenant].is_empty:
             del self.queues[tenant]
