@@ -93,8 +93,8 @@ class Recompute:
 def chunk_rows(layers: Iterable[nn.Module], router: Router) -> None:
     """Make the MLP of each layer compute in chunks of rows where the route has them.
 
-    This is for a datum whose MLP would not fit into memory as a whole: its inner values take several times as much as
-    its input, and each chunk computes them again in backward. A row has the same bits in every chunk of 32 rows or
+    It serves datums whose MLP would not fit into memory as a whole. The inner values of an MLP take several times as much
+    memory as its input, and each chunk computes them again in backward. A row has the same bits in every chunk of 32 rows or
     more. LoRA's gradients are sums over chunks instead of one sum over all rows, so their last bits differ from those
     of the whole MLP.
     """
