@@ -14,7 +14,7 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord, WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import Samples, sampler_record, weights_record
+from tests.support.samples import Samples, ref_of, sampler_record, weights_record
 from tests.support.stack import POOL
 
 A, B = TenantId("a"), TenantId("b")
@@ -23,10 +23,6 @@ DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
 
 def path_of(run: RunRecord, name: str = "x") -> str:
     return f"tinker://{run.id}/sampler_weights/{name}"
-
-
-def ref_of(run: RunRecord, seq: int) -> WeightsRef:
-    return WeightsRef(f"{run.id}:{seq}")
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
