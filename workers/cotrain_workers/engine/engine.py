@@ -27,7 +27,7 @@ from cotrain_workers.engine.device import (
     resident_bytes,
 )
 from cotrain_workers.engine.facts import ModelFacts, model_facts, numerics_of
-from cotrain_workers.engine.lora.backend import BackendChoice, find_backend
+from cotrain_workers.engine.lora.backend import BackendChoice, BackendName, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
@@ -118,14 +118,7 @@ class Engine:
             unfused_experts=base.router.unfused_experts,
             check_experts=kernel_check.wrong_result if has_experts(base.targets) else None,
         )  # fmt: skip
-        fused: tuple[str, ...] = ()
-        if fusion and (where.type == "cuda" or lora.name == "fused"):
-            fused = fuse_layers(base, in_products=lora.name == "fused")
-        new_softmax: NewSoftmax = PlainSoftmax
-        if fusion and lora.name == "fused":
-            new_softmax = find_softmax(base.head_weight, base.final_softcap)
-        if new_softmax is not PlainSoftmax:
-            fused += ("softmax",)
+        new_softmax, fused = fuse(base, lora.name) if fusion else (PlainSoftmax, ())
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)
         new_forward_backward = partial(
@@ -241,6 +234,16 @@ class Engine:
     def targets(self) -> Sequence[Target]:
         """Modules that adapters can be attached to."""
         return self._base.targets
+
+
+def fuse(base: BaseModel, lora: BackendName) -> tuple[NewSoftmax, tuple[str, ...]]:
+    """Replace layers of the base model by kernels; return the softmax of its head, and the names of all kernels."""
+    if lora != "fused":
+        on_cuda = base.head_weight.device.type == "cuda"
+        return PlainSoftmax, fuse_layers(base, in_products=False) if on_cuda else ()
+    fused = fuse_layers(base, in_products=True)
+    new_softmax = find_softmax(base.head_weight, base.final_softcap)
+    return new_softmax, fused if new_softmax is PlainSoftmax else (*fused, "softmax")
 
 
 def cuda_adapter_bytes(device: torch.device) -> int:

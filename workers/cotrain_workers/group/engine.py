@@ -96,7 +96,7 @@ class GroupEngine:
 
 
 #: Engine of a worker: of this process, or of a group.
-Trainer: TypeAlias = Engine | GroupEngine
+WorkerEngine: TypeAlias = Engine | GroupEngine
 
 
 class GroupBank:

@@ -25,7 +25,7 @@ from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
 from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.op_codec import Checkpoints, engine_op
 from cotrain_workers.recorder.file import (
     CycleFacts,
@@ -49,7 +49,7 @@ Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
 class Recorder:
     """Recorder of one worker's cycles."""
 
-    engine: Trainer
+    engine: WorkerEngine
     checkpoints: Checkpoints
     folder: Path
     pool: str
@@ -118,14 +118,14 @@ class Recorder:
             path.unlink(missing_ok=True)
 
 
-def states_of(engine: Trainer, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
+def states_of(engine: WorkerEngine, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
     """Yield the state of each run of a step in the engine, one at a time, because each may be large."""
     for run in dict.fromkeys(op.run for op in step.ops):
         if run in engine.adapters:
             yield run, engine.adapters.state(run)
 
 
-def findings_of(engine: Trainer, step: Step, outputs: Mapping[OpId, Output]) -> Findings:
+def findings_of(engine: WorkerEngine, step: Step, outputs: Mapping[OpId, Output]) -> Findings:
     """Return the outcome of a step that has just run."""
     finished = [op.id for op in step.ops if op.id in outputs]
     states = states_of(engine, step)

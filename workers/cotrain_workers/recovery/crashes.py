@@ -29,7 +29,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.device import memory_limit_bytes
 from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output, Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.training.memory_model import LEAST_TOKENS
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 
 log = structlog.get_logger()
 
@@ -101,7 +101,7 @@ class Risks:
 
 
 def run_in_groups(
-    engine: Trainer, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], Answers]
+    engine: WorkerEngine, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], Answers]
 ) -> Answers:
     """Run a step that crashed its processes: in halves, and without the ops that crash.
 
@@ -147,7 +147,9 @@ def name_of(group: Sequence[Op]) -> str:
     return first if len(group) == 1 else f"{first}..{last}"
 
 
-def run_alone(engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None) -> Answers:
+def run_alone(
+    engine: WorkerEngine, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None
+) -> Answers:
     """Run one run's ops repeatedly, each time without one more op that breaks the engine.
 
     `reload_state` restores the last committed state of the run, and returns True if it did so to
@@ -163,7 +165,7 @@ def run_alone(engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], boo
         failed[failing.id] = CRASHED
 
 
-def _run_one_by_one(engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
+def _run_one_by_one(engine: WorkerEngine, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
     """Fill `answers` up to the first op that breaks the engine, and return that op."""
     for op in ops:
         if risks is not None:
@@ -189,7 +191,7 @@ def request_of(op: Op) -> RequestId:
 class LargePasses:
     """Records of one worker about large micro-batches, and the kills that earlier processes left."""
 
-    def __init__(self, engine: Trainer, counts: CrashCounts, worker: WorkerId) -> None:
+    def __init__(self, engine: WorkerEngine, counts: CrashCounts, worker: WorkerId) -> None:
         self._counts = counts
         self._worker = worker
         self._kills = kills_of(counts.by_part())

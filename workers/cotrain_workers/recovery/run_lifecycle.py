@@ -28,7 +28,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput, WeightsMissing
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.recovery.orphan_sweep import Sweep
 from cotrain_workers.recovery.recovery_copies import RecoveryCopies, ReplayBacklog, ReplayCost, SnapshotPolicy
 from cotrain_workers.recovery.replay import (
@@ -98,7 +98,7 @@ class RunLifecycle:
 
     def __init__(
         self,
-        engine: Trainer,
+        engine: WorkerEngine,
         execution: Execution,
         weights: WeightsStore,
         settings: WorkerSettings,

@@ -35,7 +35,7 @@ from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_l
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
-from cotrain_workers.group.engine import GroupEngine, Trainer
+from cotrain_workers.group.engine import GroupEngine, WorkerEngine
 from cotrain_workers.group.lock_step import GroupLockStep, follow
 from cotrain_workers.group.processes import Links
 from cotrain_workers.group.sharded_base import load_sharded
@@ -77,13 +77,13 @@ def device_of(settings: WorkerSettings) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measured_engine(settings: WorkerSettings, device: str, links: Links | None = None) -> tuple[Trainer, float]:
+def measured_engine(settings: WorkerSettings, device: str, links: Links | None = None) -> tuple[WorkerEngine, float]:
     """Load the engine and measure its throughput in tokens/s. With `links`, this process is the first of a group.
 
     Raises ModelTooLarge if memory is insufficient for either.
     """
     with _refusing_too_large(settings):
-        engine: Trainer
+        engine: WorkerEngine
         if links is None:
             engine = load_engine(settings, device)
         else:
@@ -159,7 +159,7 @@ def _batch_size_key(settings: WorkerSettings, device: str) -> str:
     )  # fmt: skip
 
 
-def measure_throughput(engine: Trainer, num_tokens: int) -> float:
+def measure_throughput(engine: WorkerEngine, num_tokens: int) -> float:
     """Measure training throughput in tokens/s on one small batch. The first token budget is derived from it."""
     length = min(256, engine.facts.context_length)
     rng = np.random.default_rng(0)
@@ -169,7 +169,7 @@ def measure_throughput(engine: Trainer, num_tokens: int) -> float:
     return len(datums) * length / taken
 
 
-def measure_replay_cost(engine: Trainer) -> ReplayCost:
+def measure_replay_cost(engine: WorkerEngine) -> ReplayCost:
     """Measure the shortest pass and the shortest optimizer step of a run alone; the second of each counts."""
     datums = [_datum(np.zeros(SHORTEST_TOKENS, np.int64))]
     ops = [
@@ -187,7 +187,7 @@ def _datum(tokens: np.ndarray) -> Datum:
     return Datum(tokens, {"target_tokens": tokens, "weights": np.ones(len(tokens), np.float32)})
 
 
-def _seconds(engine: Trainer, ops: Sequence[Pass | OptimStep]) -> list[float]:
+def _seconds(engine: WorkerEngine, ops: Sequence[Pass | OptimStep]) -> list[float]:
     """Return the time in s of each op of a new run `probe`, in a cycle of its own."""
     engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
     taken = []
@@ -199,7 +199,7 @@ def _seconds(engine: Trainer, ops: Sequence[Pass | OptimStep]) -> list[float]:
     return taken
 
 
-def pool_record(settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float) -> PoolRecord:
+def pool_record(settings: WorkerSettings, engine: WorkerEngine, device: str, tokens_per_s: float) -> PoolRecord:
     """Return the record of this pool: model, limits, device and throughput."""
     facts = engine.facts
     return PoolRecord(
@@ -223,7 +223,7 @@ def pool_record(settings: WorkerSettings, engine: Trainer, device: str, tokens_p
 
 
 def enter_pool(
-    engine: Trainer,
+    engine: WorkerEngine,
     connection: SyncConnection,
     spools: tuple[Spool, Spool],
     record: PoolRecord,
@@ -279,7 +279,7 @@ def enter_pool(
 
 
 def decoder_factory(
-    engine: Trainer, settings: WorkerSettings, weights: WeightsStore, tokenizer: PublishedTokenizer | None
+    engine: WorkerEngine, settings: WorkerSettings, weights: WeightsStore, tokenizer: PublishedTokenizer | None
 ) -> Callable[[], Decoder]:
     """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without vLLM."""
 

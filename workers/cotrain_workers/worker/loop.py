@@ -37,7 +37,7 @@ from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
@@ -73,7 +73,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        engine: Trainer,
+        engine: WorkerEngine,
         execution: Execution,
         runs: RunLifecycle,
         weights: WeightsStore,

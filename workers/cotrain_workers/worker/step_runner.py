@@ -24,7 +24,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding, run_to_end, timed
 from cotrain_workers.engine.ops import CycleOutput, Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.crashes import POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
@@ -46,7 +46,12 @@ class StepRunner:
     """Executor of steps whose runs are in memory. It handles neither results nor commits."""
 
     def __init__(
-        self, engine: Trainer, execution: Execution, runs: RunLifecycle, weights: WeightsStore, prefetcher: Prefetcher
+        self,
+        engine: WorkerEngine,
+        execution: Execution,
+        runs: RunLifecycle,
+        weights: WeightsStore,
+        prefetcher: Prefetcher,
     ) -> None:
         self._engine = engine
         self._prefetcher = prefetcher
