@@ -19,14 +19,9 @@ from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
 from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
-from cotrain_workers.engine.device import (
-    check_device,
-    keep_freed_memory,
-    make_cuda_deterministic,
-    memory_use,
-    resident_bytes,
-)
+from cotrain_workers.engine.device import check_device, make_cuda_deterministic, memory_use
 from cotrain_workers.engine.facts import ModelFacts, model_facts, numerics_of
+from cotrain_workers.engine.host import keep_freed_memory, resident_bytes
 from cotrain_workers.engine.lora.backend import BackendChoice, BackendName, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model import kernel_check

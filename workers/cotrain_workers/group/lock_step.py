@@ -21,8 +21,8 @@ import torch
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.coordination import Forward, Yielding, run_to_end
-from cotrain_workers.engine.device import resident_bytes
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.host import resident_bytes
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
 from cotrain_workers.engine.ops import CycleOutput, Op, OpId

@@ -26,7 +26,7 @@ from cotrain_store.messages.ids import OpId, RequestId, RunId, WorkerId, request
 from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_workers.engine.device import memory_limit_bytes
+from cotrain_workers.engine.host import memory_limit_bytes
 from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output, Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.training.memory_model import LEAST_TOKENS
 from cotrain_workers.group.engine import WorkerEngine

@@ -29,8 +29,9 @@ from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import UNSTORED_BYTES, WeightsStore
-from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
+from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.host import free_host_bytes
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths

@@ -48,7 +48,7 @@ from cotrain_workers.engine.decoding.requests import (
 from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import SKIPPED, PromptScores, SequenceGroup, SequenceState
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
-from cotrain_workers.engine.device import StepCores, keeps_bits
+from cotrain_workers.engine.host import StepCores, keeps_bits
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
