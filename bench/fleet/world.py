@@ -135,7 +135,7 @@ class RateWorker:
     def commit(self, lasted_s: float) -> Step:
         step, self.at_work = self.at_work, None
         assert step
-        results = {(op.run, op.seq): _DONE for op in step.ops}
+        results = {op.id: _DONE for op in step.ops}
         self.execution.commit(step, results, {"cycle": step.cycle, "worker": self.name}, {})
         self.busy_s += lasted_s
         return step

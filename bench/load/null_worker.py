@@ -62,7 +62,7 @@ class NullWorker:
         assert None not in bodies
         if self._ops_per_s:
             time.sleep(len(step.ops) / self._ops_per_s)
-        results = {(op.run, op.seq): _result(op) for op in step.ops}
+        results = {op.id: _result(op) for op in step.ops}
         self._execution.commit(step, results, {"cycle": step.cycle, "ops": len(step.ops)}, {})
         for op in step.ops:
             if op.seq - self._snapshots.get(op.run, 0) >= OPS_PER_SNAPSHOT:

@@ -119,7 +119,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             ref = WeightsRef(f"{record.id}:{run.done}")
             self.saves[ref] = SaveModel(where, run.done, state)
         step = self.wait(self.samples.log.plan())
-        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+        results = {op.id: Result.of_json({"seq": op.seq}) for op in step.ops}
         self.samples.log.execution.commit(step, results, {}, {}, saves=records)
 
     @precondition(lambda self: self.owed())

@@ -82,22 +82,14 @@ async def test_hundreds_of_calls_at_once_queue_for_a_connection(log: Log) -> Non
     assert await asyncio.gather(*(log.connection.ping() for _ in range(500))) == [True] * 500
 
 
-async def test_a_worker_asleep_when_redis_crashed_still_wakes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_a_worker_that_sleeps_while_redis_crashes_still_wakes(tmp_path: Path, is_connected: bool) -> None:
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
-            await asyncio.to_thread(log.execution.wait, 0.01)
-            server.kill()
-            with pytest.raises(CONNECTION_LOST):
-                log.execution.wait(60)
-            server.restart()
-            await asyncio.to_thread(log.execution.wait, 0.01)
-            await heard_by_a_sleeper(log)
-
-
-async def test_a_worker_that_falls_asleep_without_redis_still_wakes(tmp_path: Path) -> None:
-    with EmbeddedRedis() as server:
-        async with open_log(server.url, tmp_path) as log:
-            log.redis.close()
+            if is_connected:
+                await asyncio.to_thread(log.execution.wait, 0.01)
+            else:
+                log.redis.close()
             server.kill()
             with pytest.raises(CONNECTION_LOST):
                 log.execution.wait(60)

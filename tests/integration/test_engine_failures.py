@@ -49,7 +49,7 @@ def breaks_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def arm(poison: Collection[tuple[str, int]], *, half_way: bool = False, deadly: bool = False) -> None:
         def cycle(self: Engine, ops: Sequence[Op]) -> Yielding[CycleOutput]:
-            if any((op.run, op.seq) in poison for op in ops):
+            if any(op.id in poison for op in ops):
                 if half_way:
                     yield from cycle_as_before(self, ops)
                 raise Killed if deadly else RuntimeError("the device is on fire")

@@ -14,7 +14,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RequestId, TenantId, request_id
+from cotrain_store.messages.ids import OpId, RequestId, TenantId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.results.delivery_log import READ_AFTER_S, DeliveryLog
@@ -196,7 +196,7 @@ async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
     await log.submit(run, 1)
     step = await log.plan()
     large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
-    results = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
+    results: dict[OpId, Result] = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
     log.execution.commit(step, results, {}, {})
     lives_ms = [life_ms(log, run, seq) for seq in (0, 1)]
     assert lives_ms[0] == pytest.approx(24 * 3600e3, abs=60e3)

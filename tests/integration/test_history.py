@@ -27,7 +27,7 @@ LOSS, NORM, RATE = 0.1 + 0.2, 1 / 3, 1e-4 / 7
 
 
 def commit(log: Log, step: Step, found: Mapping[Any, HistoryEntry]) -> None:
-    results = {(op.run, op.seq): Result.of_json({}) for op in step.ops}
+    results = {op.id: Result.of_json({}) for op in step.ops}
     log.execution.commit(step, results, {"cycle": step.cycle}, {}, found=found)
 
 

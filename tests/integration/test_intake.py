@@ -52,21 +52,15 @@ async def test_concurrent_repeats_are_one_op(log: Log) -> None:
     assert sum(log.references().values()) == 1
 
 
-async def test_a_repeat_long_after_its_commit_gets_the_same_request(log: Log) -> None:
+@pytest.mark.parametrize("is_digest_stored", [True, False])
+async def test_a_repeat_long_after_its_commit_gets_the_same_request(log: Log, is_digest_stored: bool) -> None:
     run = await log.new_run()
     once = await log.submit(run, 1)
     await log.run_all()
-    log.execution.register_snapshot(run.id, 1, "file", "sha")
-    before = log.everything()
-    assert await log.submit(run, 1) == once
-    assert log.everything() == before
-
-
-async def test_a_repeat_without_a_stored_digest_is_not_run_again(log: Log) -> None:
-    run = await log.new_run()
-    once = await log.submit(run, 1)
-    await log.run_all()
-    log.redis.hdel(redis_keys.digests(POOL, run.id), 1)
+    if is_digest_stored:
+        log.execution.register_snapshot(run.id, 1, "file", "sha")
+    else:
+        log.redis.hdel(redis_keys.digests(POOL, run.id), 1)
     before = log.everything()
     assert await log.submit(run, 1) == once
     assert log.everything() == before

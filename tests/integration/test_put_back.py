@@ -10,7 +10,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.disk.stored_results import RUN_STOPPED, UNLOADED
 from cotrain_store.errors import Fenced, PlanOutdated
-from cotrain_store.messages.ids import WeightsRef, request_id
+from cotrain_store.messages.ids import OpId, WeightsRef, request_id
 from cotrain_store.messages.ops import OpKind, Result, RunQueue, Step
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord
 from tests.support.log import Log, record_of
@@ -71,7 +71,7 @@ async def test_a_replaced_worker_puts_nothing_back(log: Log) -> None:
 async def test_only_the_end_of_a_runs_ops_can_be_put_back(log: Log) -> None:
     run, step = await half_done(log)
     before = log.everything()
-    done = {(run.id, seq): Result.of_json({}) for seq in (0, 1, 3)}
+    done: dict[OpId, Result] = {(run.id, seq): Result.of_json({}) for seq in (0, 1, 3)}
     with pytest.raises(AssertionError, match="not committed"):
         log.execution.commit(step, done, {}, {}, opened={(run.id, 2): 1})
     assert log.everything() == before

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, SamplerNotFound
-from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
+from cotrain_store.messages.ids import OpId, RequestId, RunId, SamplerId, SessionId, TenantId
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake
@@ -53,7 +53,7 @@ async def test_results_count_completely_until_they_are_sent(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     step = await log.plan()
-    results = {(run.id, 0): Result.of_json({}), (run.id, 1): LARGE}
+    results: dict[OpId, Result] = {(run.id, 0): Result.of_json({}), (run.id, 1): LARGE}
     log.execution.commit(step, results, {}, {})
     log.execution.commit(step, results, {}, {})
     assert unread(log) == len(b"{}") + len(LARGE.payload)

@@ -351,7 +351,7 @@ async def test_a_worker_that_was_given_up_can_write_nothing(server: Stack, engin
     with worker(server, engine, worker_id=HEIR):
         await inherit(server, redis)
         await results(server, run, requests)
-    late = {(op.run, op.seq): Result.failed("late", "server") for op in step.ops}
+    late = {op.id: Result.failed("late", "server") for op in step.ops}
     with pytest.raises(Fenced):
         zombie._execution.commit(step, late, {}, {})
     with pytest.raises(Fenced):

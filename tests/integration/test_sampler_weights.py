@@ -14,7 +14,7 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord, WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import Samples, sampler_record, weights_record
+from tests.support.samples import Samples, ref_of, sampler_record, weights_record
 from tests.support.stack import POOL
 
 A, B = TenantId("a"), TenantId("b")
@@ -23,10 +23,6 @@ DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
 
 def path_of(run: RunRecord, name: str = "x") -> str:
     return f"tinker://{run.id}/sampler_weights/{name}"
-
-
-def ref_of(run: RunRecord, seq: int) -> WeightsRef:
-    return WeightsRef(f"{run.id}:{seq}")
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
@@ -69,7 +65,7 @@ async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> No
     await samples.save(run, 2, name="x")
     samples.saved.mark_stored(ref_of(run, 2), DIGEST, 10)
     before = samples.log.everything()
-    results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+    results = {op.id: Result.of_json({"seq": op.seq}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     assert samples.log.everything() == before
     # As a store that went back in time would have it.

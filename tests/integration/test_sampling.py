@@ -21,7 +21,7 @@ from cotrain_store.messages.ops import ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import Progress, SampleRequest
+from cotrain_workers.engine.decoding.requests import SampleRequest, StepResults
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.batch_runner import BatchRunner
 from tests.support.bodies import sequences
@@ -81,7 +81,7 @@ async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
 ) -> None:
     decode, are_running = EngineDecoder.step, threading.Event()
 
-    def step(decoder: EngineDecoder) -> Progress:
+    def step(decoder: EngineDecoder) -> StepResults:
         if len(decoder._groups) == 2:
             are_running.set()
         return decode(decoder)
@@ -199,7 +199,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
         clock.train()
         return ran
 
-    def decoded(self: EngineDecoder) -> Progress:
+    def decoded(self: EngineDecoder) -> StepResults:
         clock.decode()
         return decode_step(self)
 
@@ -273,7 +273,7 @@ async def test_a_sample_next_to_twenty_long_requests_ends_in_ten_steps(
     added_at: dict[str, int] = {}
     step, add = EngineDecoder.step, EngineDecoder.add
 
-    def counted(self: EngineDecoder) -> Progress:
+    def counted(self: EngineDecoder) -> StepResults:
         progress = step(self)
         steps.append([name for name, _ in progress.finished])
         return progress

@@ -19,7 +19,7 @@ from cotrain_store.messages.runs import RunRecord, SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.completions import Completions
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import Progress
+from cotrain_workers.engine.decoding.requests import StepResults
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import seed_of
 from cotrain_workers.recovery.crashes import CRASHED, MAX_CRASHES, POISON
@@ -179,7 +179,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
     loop, opened = make_worker(server, engine)
     with monkeypatch.context() as patch:
 
-        def step(decoder: EngineDecoder) -> Progress:
+        def step(decoder: EngineDecoder) -> StepResults:
             progress = decode(decoder)
             if loop._sampler.running == 3:
                 loop.stop()
@@ -200,7 +200,7 @@ def breaks_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     step_as_before = EngineDecoder.step
 
     def arm(request: str, *, deadly: bool = False) -> None:
-        def step(self: EngineDecoder) -> Progress:
+        def step(self: EngineDecoder) -> StepResults:
             if request in self._groups:
                 raise Killed if deadly else RuntimeError("the device is on fire")
             return step_as_before(self)

@@ -22,7 +22,7 @@ from cotrain_store.sampling.token_stream import StreamedTokens, TokenFeed, Token
 from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput, SampleRequest
+from cotrain_workers.engine.decoding.requests import SampledSequence, SampleOutput, SampleRequest, StepResults
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.sampling import service
@@ -79,12 +79,12 @@ class ScriptedDecoder:
     def cancel(self, request_id: str) -> None:
         self.held.pop(request_id, None)
 
-    def step(self) -> Progress:
+    def step(self) -> StepResults:
         most = self.turns.popleft() if self.turns else 0
         finished: list[tuple[str, SampleOutput | Failure]] = [(name, OUTPUT) for name in list(self.held)[:most]]
         for name, _ in finished:
             del self.held[name]
-        return Progress(finished, decoded_tokens=len(finished))
+        return StepResults(finished, decoded_tokens=len(finished))
 
     @property
     def kv_cache_ratio(self) -> float | None:

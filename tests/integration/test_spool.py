@@ -172,8 +172,8 @@ async def test_results_swept_before_their_commit_are_written_again(
     execution.claim()
     execution.publish(pool_record_for_tests())
     step = await log.plan()
-    results = {(run.id, 0): Result(ResultKind.PASS, LARGE_BYTES)}
-    execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
+    result = Result(ResultKind.PASS, LARGE_BYTES)
+    execution.commit(step, {(run.id, 0): result}, {"cycle": step.cycle}, {"cycles": 1})
     assert spools[1].swept
     stored = log.result(run, 0)
     assert stored

@@ -254,6 +254,21 @@ async def test_a_run_belongs_to_its_tenant(log: Log) -> None:
         await records.run(B, run.id)
 
 
+async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was(log: Log) -> None:
+    records, run = Records(log.connection), await log.new_run()
+    listed = log.redis.zrange(redis_keys.training_runs(run.tenant), 0, -1, withscores=True)
+    assert listed == [(run.id.encode(), run.created_at)]
+    log.redis.hset(redis_keys.run(run.id), "last_request_at", "1.5")
+    assert (await records.run(run.tenant, run.id)).last_request_at == 1.5
+    await log.submit(run, 2)
+    later = (await records.run(run.tenant, run.id)).last_request_at
+    assert later
+    assert later > 1.5
+    log.redis.hset(redis_keys.run(run.id), "last_request_at", "1.5")
+    await log.submit(run, 2)  # a repeat is no request
+    assert (await records.run(run.tenant, run.id)).last_request_at == 1.5
+
+
 async def test_a_base_model_that_is_not_served_is_refused_naming_those_that_are(log: Log) -> None:
     records = Records(log.connection)
     assert (await records.pool_of(MODEL)).id == POOL

@@ -57,7 +57,7 @@ def used(samples: Samples, tenant: str = "a") -> dict[str, float]:
 
 
 def commit(samples: Samples, step: Step, usage: dict[RunId, RunUsage]) -> None:
-    results = {(op.run, op.seq): Result.of_json({}) for op in step.ops}
+    results = {op.id: Result.of_json({}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, usage=usage)
 
 
@@ -129,8 +129,7 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     ours, theirs = await samples.log.new_run("a"), await samples.log.new_run("b")
     step = await samples.log.plan()
     results = {
-        (op.run, op.seq): Result.failed("x" + 400 * "ü", "user") if op.run == ours.id else Result.of_json({})
-        for op in step.ops
+        op.id: Result.failed("x" + 400 * "ü", "user") if op.run == ours.id else Result.of_json({}) for op in step.ops
     }
     for _ in range(2):
         samples.log.execution.commit(step, results, {}, {})

@@ -81,7 +81,7 @@ class Flight:
         outputs: dict[tuple[str, int], Output] = {}
         for op in self.step.ops:
             request = engine_op(op, self.bodies[op.run, op.seq], self.memory, self.engine.adapters.layout_of)
-            if (op.run, op.seq) in crashed:
+            if op.id in crashed:
                 outputs[op.run, op.seq] = CRASHED
             elif isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request

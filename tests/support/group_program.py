@@ -21,7 +21,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.ops import Create, KlDatum, Op, OptimStep, Pass, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.group.engine import GroupEngine, Trainer
+from cotrain_workers.group.engine import GroupEngine, WorkerEngine
 from cotrain_workers.group.lock_step import GroupLockStep, follow
 from cotrain_workers.group.processes import Links, launch
 from cotrain_workers.group.sharded_base import load_sharded, own_bytes
@@ -68,12 +68,12 @@ HEAD_ONLY = next(tenant for tenant in MIX if tenant.run == "head-16")
 DIVIDED = AdapterSpec(4, seed=11)
 
 
-def together(engine: Trainer) -> dict[str, str]:
+def together(engine: WorkerEngine) -> dict[str, str]:
     """Train every run together: mixed ranks, targets, losses."""
     return _train(engine, MIX)
 
 
-def with_a_gradient_pending(engine: Trainer) -> dict[str, str]:
+def with_a_gradient_pending(engine: WorkerEngine) -> dict[str, str]:
     """Train two runs, the first with more work than the other, without a last step."""
     few, many = MIX[1], MIX[0]
     for cycle in range(CYCLES):
@@ -82,22 +82,22 @@ def with_a_gradient_pending(engine: Trainer) -> dict[str, str]:
     return _digests(engine, [few.run, many.run])
 
 
-def one_alone(engine: Trainer) -> dict[str, str]:
+def one_alone(engine: WorkerEngine) -> dict[str, str]:
     """Train one run. The other members have none."""
     return _train(engine, MIX[:1])
 
 
-def head_alone(engine: Trainer) -> dict[str, str]:
+def head_alone(engine: WorkerEngine) -> dict[str, str]:
     """Train the unembedding of one run only, so that its passes have no backward through the base model."""
     return _train(engine, [HEAD_ONLY])
 
 
-def head_and_more(engine: Trainer) -> dict[str, str]:
+def head_and_more(engine: WorkerEngine) -> dict[str, str]:
     """Train the same next to a run that trains everything, with several micro-batches."""
     return _train(engine, [HEAD_ONLY, MIX[4]])
 
 
-def reverse_kl(engine: Trainer) -> dict[str, str]:
+def reverse_kl(engine: WorkerEngine) -> dict[str, str]:
     """Train one run towards a checkpoint of another, which continues training."""
     teacher, student = MIX[0], "student"
     engine.run(teacher.ops(0))
@@ -118,7 +118,7 @@ def reverse_kl(engine: Trainer) -> dict[str, str]:
     return _digests(engine, [teacher.run, student])
 
 
-def over_cycles(engine: Trainer) -> dict[str, str]:
+def over_cycles(engine: WorkerEngine) -> dict[str, str]:
     """Run a pass that stays open over some cycles, next to a run that trains in each."""
     rng = np.random.default_rng(5)
     datums = [random_datum(rng, "cross_entropy", 120) for _ in range(6)]
@@ -138,7 +138,7 @@ def over_cycles(engine: Trainer) -> dict[str, str]:
     return _digests(engine, ["divided", other.run])
 
 
-def put_back(engine: Trainer) -> dict[str, str]:
+def put_back(engine: WorkerEngine) -> dict[str, str]:
     """Copy runs out, drop, restore and train them."""
     _train(engine, MIX[:3])
     states = {tenant.run: engine.adapters.copy_out(tenant.run).state() for tenant in MIX[:3]}
@@ -151,7 +151,7 @@ def put_back(engine: Trainer) -> dict[str, str]:
     return _digests(engine, states)
 
 
-SCENARIOS: dict[str, Callable[[Trainer], dict[str, str]]] = {
+SCENARIOS: dict[str, Callable[[WorkerEngine], dict[str, str]]] = {
     each.__name__: each
     for each in (
         together, with_a_gradient_pending, one_alone, head_alone, head_and_more, reverse_kl,
@@ -160,14 +160,14 @@ SCENARIOS: dict[str, Callable[[Trainer], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def _train(engine: Trainer, tenants: Sequence[Tenant]) -> dict[str, str]:
+def _train(engine: WorkerEngine, tenants: Sequence[Tenant]) -> dict[str, str]:
     for cycle in range(CYCLES):
         engine.run([op for tenant in tenants for op in tenant.ops(cycle)])
     return _digests(engine, [tenant.run for tenant in tenants])
 
 
 def _run(
-    engine: Trainer, ops: Sequence[Op], allowances: Mapping[tuple[str, int], int]
+    engine: WorkerEngine, ops: Sequence[Op], allowances: Mapping[tuple[str, int], int]
 ) -> Mapping[tuple[str, int], object]:
     work = engine.cycle(ops, allowances)
     while True:
@@ -177,7 +177,7 @@ def _run(
             return end.value.outputs  # type: ignore[no-any-return]
 
 
-def _digests(engine: Trainer, runs: Sequence[str] | Mapping[str, object]) -> dict[str, str]:
+def _digests(engine: WorkerEngine, runs: Sequence[str] | Mapping[str, object]) -> dict[str, str]:
     return {run: engine.adapters.state(run).digest() for run in runs}
 
 

@@ -83,7 +83,7 @@ class Log:
         An op in `opened` and the later ops of its run get no result.
         """
         results = {
-            (op.run, op.seq): Result.of_json({"said": said})
+            op.id: Result.of_json({"said": said})
             for op in step.ops
             if all(op.run != run or op.seq < seq for run, seq in opened or ())
         }

@@ -11,6 +11,7 @@ from typing import Any
 
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import OpId, PoolId, RequestId, SessionId, TenantId, WeightsRef, WorkerId, sampler_id
 from cotrain_store.messages.ops import OpKind, Result, ResultKind, Step
 from cotrain_store.messages.runs import (
@@ -69,9 +70,14 @@ def sampler_record(
 def weights_record(run: RunRecord, seq: int) -> WeightsRecord:
     """Return the record of weights that the test's worker copied out of a run."""
     return WeightsRecord(
-        WeightsRef(f"{run.id}:{seq}"), run.id, run.tenant, POOL, WORKER, MODEL,
+        ref_of(run, seq), run.id, run.tenant, POOL, WORKER, MODEL,
         LoraSpec(rank=1, seed=0), time.time(),
     )  # fmt: skip
+
+
+def ref_of(run: RunRecord, seq: int) -> WeightsRef:
+    """Return the reference to the weights that a save of a run made."""
+    return WeightsRef(f"{run.id}:{seq}")
 
 
 def count_waiting(redis: Any, pool: PoolId) -> int:
@@ -123,7 +129,7 @@ class Samples:
         """Commit a save under a name, or as an ephemeral sampler (see `describe_save`)."""
         saves = await self.describe_save(run, seq, **how)
         step = await self.log.plan()
-        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+        results = {op.id: Result.of_json({"seq": op.seq}) for op in step.ops}
         self.log.execution.commit(step, results, {}, {}, saves=saves)
         return step, saves
 
@@ -162,9 +168,16 @@ class Samples:
         kind = how.get("kind", "sampler_weights")
         return await self.records.checkpoint(run.tenant, f"tinker://{run.id}/{kind}/{name}")
 
+    async def found(self, run: RunRecord, name: str = "x", kind: CheckpointKind = "weights") -> CheckpointRecord | None:
+        """Return a checkpoint, or None if its tenant finds none under that name."""
+        try:
+            return await self.records.checkpoint(run.tenant, f"tinker://{run.id}/{kind}/{name}")
+        except CheckpointNotFound:
+            return None
+
     def stored(self, run: RunRecord, seq: int, size: int = 10, optimizer: str = "") -> bool:
         """Mark the files of a save as durable. Each has its own content."""
-        ref = WeightsRef(f"{run.id}:{seq}")
+        ref = ref_of(run, seq)
         return self.saved.mark_stored(ref, f"digest of {ref}", size, optimizer)
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:

@@ -102,7 +102,7 @@ class StandIn:
         results, saves = {}, {}
         found: dict[OpId, HistoryEntry] = {}
         for op, body in zip(step.ops, self.execution.bodies(step.ops), strict=True):
-            place = (op.run, op.seq)
+            place = op.id
             assert body is not None
             results[place] = Result.of_json({"model_id": op.run})
             if op.kind is OpKind.REJECTED:

@@ -13,7 +13,7 @@ import numpy as np
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.checkpoints.peft_folder import write_folder
-from cotrain_workers.engine.decoding.requests import NO_TOP_K, Progress, SampledSequence, SampleOutput, SampleRequest
+from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampledSequence, SampleOutput, SampleRequest, StepResults
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, HostWeights, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
@@ -105,7 +105,7 @@ def finish(decoder: VllmDecoder) -> dict[str, SampleOutput | Failure]:
     return {name: output for each in steps(decoder) for name, output in each.finished}
 
 
-def steps(decoder: VllmDecoder) -> Iterator[Progress]:
+def steps(decoder: VllmDecoder) -> Iterator[StepResults]:
     """Yield every step until no work is left."""
     while decoder.busy:
         yield decoder.step()

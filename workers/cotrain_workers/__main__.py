@@ -24,7 +24,8 @@ from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import SyncConnection, check_store, open_sync_connection
 from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
-from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, use_cores
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
+from cotrain_workers.engine.host import use_cores
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel, listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
@@ -46,7 +47,7 @@ from cotrain_workers.worker.membership import WorkerIdInUse, await_absence, clai
 log = structlog.get_logger()
 
 
-def member(settings: WorkerSettings, tuning: Tuning) -> int:
+def serve_as_member(settings: WorkerSettings, tuning: Tuning) -> int:
     """Run one process of a group: the first one is the worker, and the others follow its orders."""
     device = device_of(settings)
     use_cores(settings.torch_threads)
@@ -81,10 +82,10 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     worker = _claim_worker_id(settings, connection, pool)
     record_silent_exit(connection, settings.model_name, worker, latest_heartbeat(connection, pool, worker))
     with recorded_exit(connection, settings.model_name, worker):
-        return _run(settings.model_copy(update={"worker_id": worker}), tuning, connection, links)
+        return _serve_as(settings.model_copy(update={"worker_id": worker}), tuning, connection, links)
 
 
-def _run(settings: WorkerSettings, tuning: Tuning, connection: SyncConnection, links: Links | None) -> int:
+def _serve_as(settings: WorkerSettings, tuning: Tuning, connection: SyncConnection, links: Links | None) -> int:
     """Serve the pool under a claimed worker id until stopped."""
     pool, worker = pool_of(settings.model_name), settings.worker_id
     start_logs(f"worker-{worker}", settings.log_level)
@@ -144,11 +145,12 @@ def main() -> None:
     listen(lambda doing: log.info("starting", doing=doing))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if settings.group_size > 1:
-        sys.exit(launch(settings.group_size, partial(_work, member, settings, tuning)))
-    _work(serve, settings, tuning)
+        sys.exit(launch(settings.group_size, partial(_exit_with, serve_as_member, settings, tuning)))
+    _exit_with(serve, settings, tuning)
 
 
-def _work(work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSettings, tuning: Tuning) -> None:
+def _exit_with(work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSettings, tuning: Tuning) -> None:
+    """Do the work and exit with its status. Each expected error is one line of the log."""
     try:
         sys.exit(work(settings, tuning))
     except DeviceLost as lost:

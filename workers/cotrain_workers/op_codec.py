@@ -141,7 +141,7 @@ def decoding_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Yieldin
     known = decoded.get(op.ref) or (yield from _decoding_op_pass(op, body))
     if op.ref != "inline":
         decoded[op.ref] = known
-    if isinstance(known, Failure) or (known.run, known.seq) == op.id:
+    if isinstance(known, Failure) or known.id == op.id:
         return known
     needs_grad = op.kind is OpKind.FORWARD_BACKWARD
     return replace(known, run=op.run, seq=op.seq, needs_grad=needs_grad)

@@ -69,7 +69,7 @@ TYPE_BY_KIND = {
 class StepRun:
     """Outcome of an executed step: the outputs of its finished ops, and its cost."""
 
-    outputs: Mapping[tuple[str, int], Output]
+    outputs: Mapping[OpId, Output]
     cost: CycleOutput | None  # cost of the cycle; None if the step did not run as a whole
     is_exact: bool
     """False if memory ran out, so that the last bits of some op differ from this worker's numerics."""
@@ -139,7 +139,7 @@ class StepCommit:
 
 
 def commit_of(
-    step: Step, bodies: Mapping[tuple[str, int], bytes], ran: StepRun, times: StepTimes, record: PoolRecord
+    step: Step, bodies: Mapping[OpId, bytes], ran: StepRun, times: StepTimes, record: PoolRecord
 ) -> StepCommit:
     """Return the commit of an executed step.
 
@@ -169,10 +169,10 @@ def commit_of(
     )
 
 
-def op_rows(step: Step, bodies: Mapping[tuple[str, int], bytes], ran: StepRun, step_s: float) -> list[OpRow]:
+def op_rows(step: Step, bodies: Mapping[OpId, bytes], ran: StepRun, step_s: float) -> list[OpRow]:
     """Return the ops of which a step ran at least a part, in the order of the plan. `step_s` is its compute time."""
     divided = ran.cost.divided if ran.cost else {}
-    request_by_id = {(request.run, request.seq): request for request in ran.requests}
+    request_by_id = {request.id: request for request in ran.requests}
     tokens_by_op = {
         op: divided[op.id].now if op.id in divided else op.tokens
         for op in step.ops

@@ -19,7 +19,7 @@ SamplerId = NewType("SamplerId", str)
 #: Id of weights, `<run>:<seq>`: the request id of the save that made them.
 WeightsRef = NewType("WeightsRef", str)
 #: Run and position in the run's order.
-OpId: TypeAlias = tuple[RunId, int]
+OpId: TypeAlias = tuple[str, int]
 
 #: Size of the range of seqs of each copy of a client. A copied (pickled) client counts from its own multiple of this.
 CLONE_SIZE = 10**9

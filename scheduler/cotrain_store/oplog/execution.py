@@ -229,7 +229,7 @@ class Execution:
         * `found` has the entries of passes and optimizer steps in the histories of their runs.
         * `is_exact` is False if the last bits may differ from this worker's numerics.
         """
-        saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
+        saved = {request_id(RunId(run), seq): save_row(records) for (run, seq), records in (saves or {}).items()}
         now_s = time.time()
         used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, now_s)
         in_order = [results[op.run, op.seq] for op in step.ops if (op.run, op.seq) in results]

@@ -116,7 +116,7 @@ async def test_a_save_without_free_memory_delays_only_its_own_run(store: InMemor
         store.submit("a", kind)
     store.submit("b")
     await clock.tick(NOW)
-    assert [(op.run, op.seq) for op in store.steps[-1].ops] == [("a", 0), ("a", 1), ("b", 0)]
+    assert [op.id for op in store.steps[-1].ops] == [("a", 0), ("a", 1), ("b", 0)]
     store.finish()
     await clock.tick(NOW + 1)
     assert await clock.tick(NOW + 2) == NOW + 2 + SWEEP_S

@@ -40,7 +40,7 @@ from cotrain_workers.engine.ops import (
     Output,
     Pass,
     PassOutput,
-    Progress,
+    PassProgress,
     ReverseKl,
     ReverseKlOutput,
     Save,
@@ -84,7 +84,7 @@ TIMES = StepTimes(started=101.0, duration_s=0.8, sampling_s=0.125)
 def rows_of(
     outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None = None, step: Step = STEP
 ) -> list[OpRow]:
-    bodies: dict[tuple[str, int], bytes] = {(op.run, op.seq): b"" for op in step.ops}
+    bodies: dict[tuple[str, int], bytes] = {op.id: b"" for op in step.ops}
     return op_rows(step, bodies, StepRun(outputs, cost, is_exact=True), 1.0)
 
 
@@ -157,7 +157,7 @@ HALF = CycleOutput(
     padded_tokens=32,
     wave_s=0.75,
     optim_s=0.25,
-    divided={(A, 1): Progress(now=10, in_all=30), (B, 1): Progress(now=10, in_all=11)},
+    divided={(A, 1): PassProgress(now=10, in_all=30), (B, 1): PassProgress(now=10, in_all=11)},
 )
 
 
@@ -174,7 +174,7 @@ def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it()
 
 def test_a_tenant_is_counted_a_pass_once_with_the_time_of_all_its_cycles() -> None:
     ran = StepRun(HALF.outputs, HALF, is_exact=True, earlier_s={(A, 1): 2.0, (B, 1): 4.0})
-    rows = op_rows(STEP, {(op.run, op.seq): b"" for op in STEP.ops}, ran, 1.0)
+    rows = op_rows(STEP, {op.id: b"" for op in STEP.ops}, ran, 1.0)
     assert {row.op.id: row.device_s for row in rows} == {(A, 1): 2.5, (B, 1): 4.5}
     assert usage_of(rows) == {A: RunUsage(30, 2.5)}
 

@@ -19,15 +19,10 @@ from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
 from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
-from cotrain_workers.engine.device import (
-    check_device,
-    keep_freed_memory,
-    make_cuda_deterministic,
-    memory_use,
-    resident_bytes,
-)
+from cotrain_workers.engine.device import check_device, make_cuda_deterministic, memory_use
 from cotrain_workers.engine.facts import ModelFacts, model_facts, numerics_of
-from cotrain_workers.engine.lora.backend import BackendChoice, find_backend
+from cotrain_workers.engine.host import keep_freed_memory, resident_bytes
+from cotrain_workers.engine.lora.backend import BackendChoice, BackendName, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
@@ -36,7 +31,7 @@ from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, 
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.layer_kernels import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
+from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, OpId, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target, has_experts
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
@@ -118,14 +113,7 @@ class Engine:
             unfused_experts=base.router.unfused_experts,
             check_experts=kernel_check.wrong_result if has_experts(base.targets) else None,
         )  # fmt: skip
-        fused: tuple[str, ...] = ()
-        if fusion and (where.type == "cuda" or lora.name == "fused"):
-            fused = fuse_layers(base, in_products=lora.name == "fused")
-        new_softmax: NewSoftmax = PlainSoftmax
-        if fusion and lora.name == "fused":
-            new_softmax = find_softmax(base.head_weight, base.final_softcap)
-        if new_softmax is not PlainSoftmax:
-            fused += ("softmax",)
+        new_softmax, fused = fuse(base, lora.name) if fusion else (PlainSoftmax, ())
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)
         new_forward_backward = partial(
@@ -157,7 +145,7 @@ class Engine:
     def cycle(
         self,
         ops: Sequence[Op],
-        allowances: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        allowances: Mapping[OpId, int] = MappingProxyType({}),
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[CycleOutput]:
         """Run one cycle: per run, ascending `seq`, `(Create | Import | Load)? (Pass | ReverseKl)*
@@ -241,6 +229,16 @@ class Engine:
     def targets(self) -> Sequence[Target]:
         """Modules that adapters can be attached to."""
         return self._base.targets
+
+
+def fuse(base: BaseModel, lora: BackendName) -> tuple[NewSoftmax, tuple[str, ...]]:
+    """Replace layers of the base model by kernels; return the softmax of its head, and the names of all kernels."""
+    if lora != "fused":
+        on_cuda = base.head_weight.device.type == "cuda"
+        return PlainSoftmax, fuse_layers(base, in_products=False) if on_cuda else ()
+    fused = fuse_layers(base, in_products=True)
+    new_softmax = find_softmax(base.head_weight, base.final_softcap)
+    return new_softmax, fused if new_softmax is PlainSoftmax else (*fused, "softmax")
 
 
 def cuda_adapter_bytes(device: torch.device) -> int:

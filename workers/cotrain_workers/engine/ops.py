@@ -6,12 +6,28 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.spec import AdapterSpec
+
+#: Run and seq of an op.
+OpId: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class BaseOp:
+    """Op of a run. The ops of a run have ascending `seq`."""
+
+    run: str
+    seq: int
+
+    @property
+    def id(self) -> OpId:
+        """Run and seq, under which its output is found."""
+        return self.run, self.seq
 
 
 @dataclass(frozen=True)
@@ -74,11 +90,9 @@ class KlDatum:
 
 
 @dataclass(frozen=True)
-class Create:
+class Create(BaseOp):
     """Start of a run with a fresh adapter."""
 
-    run: str
-    seq: int
     spec: AdapterSpec
 
 
@@ -104,11 +118,9 @@ class LossGraph:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(BaseOp):
     """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's, never averaged."""
 
-    run: str
-    seq: int
     datums: Sequence[Datum]
     loss_fn: str
     loss_config: Mapping[str, float]
@@ -123,14 +135,12 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class ReverseKl:
+class ReverseKl(BaseOp):
     """Sum of `weight * KL(run || reference)` over whole distributions; its gradient is added to the run's.
 
     Both are softmaxes of logits / `temperature`. The reference is never differentiated.
     """
 
-    run: str
-    seq: int
     datums: Sequence[KlDatum]
     reference: HostWeights | None  # None: the base model alone
     temperature: float
@@ -139,11 +149,9 @@ class ReverseKl:
 
 
 @dataclass(frozen=True)
-class OptimStep:
+class OptimStep(BaseOp):
     """Optimizer step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is no limit."""
 
-    run: str
-    seq: int
     learning_rate: float
     beta1: float
     beta2: float
@@ -154,11 +162,9 @@ class OptimStep:
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(BaseOp):
     """Copy of a run's weights to the host, after its ops so far; with `optimizer`, of its AdamW state, too."""
 
-    run: str
-    seq: int
     optimizer: bool = False
 
 
@@ -173,14 +179,12 @@ class HostOptimizer:
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(BaseOp):
     """Replacement of the run's weights by `weights`. A pending gradient is dropped; AdamW continues or starts anew.
 
     With `creates`, the run starts with them and takes its spec from them.
     """
 
-    run: str
-    seq: int
     path: str  # the tenant's name of the checkpoint; for messages
     weights: HostWeights
     optimizer: HostOptimizer | None  # None: zero moments, step 0
@@ -209,11 +213,9 @@ class PeftAdapter:
 
 
 @dataclass(frozen=True)
-class Import:
+class Import(BaseOp):
     """Start of a run with an adapter that was made elsewhere."""
 
-    run: str
-    seq: int
     adapter: PeftAdapter
 
 
@@ -295,7 +297,7 @@ Output = CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput |
 
 
 @dataclass(frozen=True)
-class Progress:
+class PassProgress:
     """Progress of a pass that takes several cycles, in tokens that the base model read for it."""
 
     now: int  # in this cycle
@@ -305,7 +307,7 @@ class Progress:
 class UpcomingBatch(NamedTuple):
     """The size of a micro-batch that runs next."""
 
-    largest: tuple[str, int]  # the op with most of its tokens, by (run, seq)
+    largest: OpId  # the op with most of its tokens, by (run, seq)
     tokens: int
     longest: int  # tokens of its longest datum
     needs_grad: bool
@@ -324,7 +326,7 @@ class CyclePart:
 class CycleOutput:
     """Outputs and cost of one cycle."""
 
-    outputs: Mapping[tuple[str, int], Output]
+    outputs: Mapping[OpId, Output]
     """By (run, seq): one for every op of the cycle, except open passes and the ops deferred behind them."""
     forwards: int  # passes of the base model
     tokens: int
@@ -332,12 +334,12 @@ class CycleOutput:
     wave_s: float  # forward/backward, without the time at its yield points
     optim_s: float
     is_exact: bool = True  # False: memory ran out, and an op has other last bits than with more memory
-    divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
+    divided: Mapping[OpId, PassProgress] = field(default_factory=dict)
     """Progress of passes that stay open, or were open in an earlier cycle. Those without an output are open."""
     parts: Sequence[CyclePart] = ()  # waves and optimizer steps, in order
 
     @cached_property
-    def open_tokens(self) -> dict[tuple[str, int], int]:
+    def open_tokens(self) -> dict[OpId, int]:
         """Open passes, each with the number of its tokens that have run."""
         return {at: each.in_all for at, each in self.divided.items() if at not in self.outputs}
 

@@ -15,10 +15,11 @@ from cotrain_workers.engine.ops import (
     Failure,
     Load,
     Op,
+    OpId,
     OptimStep,
     Output,
     Pass,
-    Progress,
+    PassProgress,
     ReverseKl,
     Save,
     begins_run,
@@ -42,13 +43,13 @@ class RunningCycle:
     adapters: AdapterBank
     open_passes: OpenPasses
     forward_backward: ForwardBackward
-    allowances: Mapping[tuple[str, int], int]
+    allowances: Mapping[OpId, int]
     is_over: Callable[[], bool]
-    outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
-    divided: dict[tuple[str, int], Progress] = field(default_factory=dict)
+    outputs: dict[OpId, Output] = field(default_factory=dict)
+    divided: dict[OpId, PassProgress] = field(default_factory=dict)
     # runs whose remaining ops wait for a later cycle
     deferred: set[str] = field(default_factory=set)
-    opened: Mapping[tuple[str, int], PassState] = field(default_factory=dict)  # by earlier cycles
+    opened: Mapping[OpId, PassState] = field(default_factory=dict)  # by earlier cycles
     cost: PassesCost = field(default_factory=PassesCost)
     optim_s: float = 0.0
     is_exact: bool = True
@@ -61,7 +62,7 @@ class RunningCycle:
         for op in ops:
             if begins_run(op):
                 output = yield from begin(self.adapters, op, self.facts.max_rank)
-                self.outputs[op.run, op.seq] = output
+                self.outputs[op.id] = output
                 # A checkpoint or an upload takes as long to copy as a fresh adapter.
                 made += self.adapters[op.run].layout.size if op.run in self.adapters else 0
                 if made >= DRAWN_AT_ONCE:
@@ -91,7 +92,7 @@ class RunningCycle:
             if (
                 isinstance(op, Pass | ReverseKl)
                 and op.needs_grad
-                and (op.run, op.seq) in self.allowances
+                and op.id in self.allowances
                 and op.run in self.adapters
             ):
                 self.adapters[op.run].has_open_gradient = True
@@ -115,9 +116,9 @@ class RunningCycle:
             take_steps(adapters, steps, self.outputs)
         for op in rest:
             if isinstance(op, Save):
-                self.outputs[op.run, op.seq] = save(self.adapters, op)
+                self.outputs[op.id] = save(self.adapters, op)
             elif isinstance(op, Load) and not op.creates:
-                self.outputs[op.run, op.seq] = load(self.adapters, op)
+                self.outputs[op.id] = load(self.adapters, op)
             else:
                 continue
             self.optim_s += time.perf_counter() - began
@@ -148,15 +149,15 @@ class RunningCycle:
             if len(op.datums) > MANY_DATUMS:
                 yield
             if op.run not in adapters:
-                self.outputs[op.run, op.seq] = unknown_run()
+                self.outputs[op.id] = unknown_run()
                 continue
-            adapter, allowance = adapters[op.run], self.allowances.get((op.run, op.seq))
-            state = self.opened.get((op.run, op.seq))
+            adapter, allowance = adapters[op.run], self.allowances.get(op.id)
+            state = self.opened.get(op.id)
             if state and state.adapter is adapter:
                 state.resume(allowance)
                 admitted.append(state)
             elif reason := self._refuse(op):
-                self.outputs[op.run, op.seq] = Failure(reason, "user")
+                self.outputs[op.id] = Failure(reason, "user")
             else:
                 admitted.append(PassState(op, adapter, allowance))
         return admitted
@@ -171,7 +172,7 @@ class RunningCycle:
 
     def _note(self, state: PassState) -> None:
         """Record the result of a pass, or keep it open."""
-        op_id = (state.op.run, state.op.seq)
+        op_id = state.op.id
         if state.output is None:
             self.open_passes.keep(state)
             self.deferred.add(state.op.run)
@@ -179,11 +180,11 @@ class RunningCycle:
             self.outputs[op_id] = state.output
             self.is_exact = self.is_exact and state.is_exact
         if state.output is None or state.rows_before:
-            self.divided[op_id] = Progress(state.rows_now, state.done_rows)
+            self.divided[op_id] = PassProgress(state.rows_now, state.done_rows)
 
 
 def next_wave(
-    passes: Sequence[Pass | ReverseKl], allowances: Mapping[tuple[str, int], int]
+    passes: Sequence[Pass | ReverseKl], allowances: Mapping[OpId, int]
 ) -> tuple[list[Pass | ReverseKl], list[Pass | ReverseKl]]:
     """Split passes into those that may run now and those that wait. Passes of a run keep their order.
 
@@ -194,6 +195,6 @@ def next_wave(
     waiting: set[str] = set()
     for op in passes:
         (later if op.run in waiting else wave).append(op)
-        if (op.run, op.seq) in allowances:
+        if op.id in allowances:
             waiting.add(op.run)
     return wave, later

@@ -15,7 +15,7 @@ from cotrain_workers.engine.adapters.copies import AdapterState, HostArenas, Sta
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine, ProcessUse
 from cotrain_workers.engine.facts import ModelFacts
-from cotrain_workers.engine.ops import Create, CycleOutput, Import, Op, UpcomingBatch, begins_run
+from cotrain_workers.engine.ops import Create, CycleOutput, Import, Op, OpId, UpcomingBatch, begins_run
 from cotrain_workers.engine.spec import Target
 from cotrain_workers.group.lock_step import Followers, GroupLockStep, MemberFacts, facts_of, run_cycle
 from cotrain_workers.group.processes import GroupLost
@@ -46,7 +46,7 @@ class GroupEngine:
     def cycle(
         self,
         ops: Sequence[Op],
-        allowances: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        allowances: Mapping[OpId, int] = MappingProxyType({}),
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[CycleOutput]:
         """Run one cycle like `Engine.cycle`, on all members at once. Raises GroupLost."""
@@ -96,7 +96,7 @@ class GroupEngine:
 
 
 #: Engine of a worker: of this process, or of a group.
-Trainer: TypeAlias = Engine | GroupEngine
+WorkerEngine: TypeAlias = Engine | GroupEngine
 
 
 class GroupBank:

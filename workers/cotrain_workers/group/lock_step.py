@@ -21,11 +21,11 @@ import torch
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.coordination import Forward, Yielding, run_to_end
-from cotrain_workers.engine.device import resident_bytes
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.host import resident_bytes
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
-from cotrain_workers.engine.ops import CycleOutput, Op
+from cotrain_workers.engine.ops import CycleOutput, Op, OpId
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.group.processes import GroupLost, Links
@@ -73,7 +73,7 @@ class GroupLockStep:
         self,
         engine: Engine,
         ops: Sequence[Op],
-        allowances: Mapping[tuple[str, int], int],
+        allowances: Mapping[OpId, int],
         is_over: Callable[[], bool] | None,
     ) -> Yielding[CycleOutput]:
         """Run this member's part of a cycle, then filler passes until all members have finished theirs.
@@ -132,7 +132,7 @@ class MemberFacts:
     """State of one member."""
 
     runs: frozenset[str]
-    open_passes: frozenset[tuple[str, int]]  # ids of open passes, as (run, seq)
+    open_passes: frozenset[OpId]  # ids of open passes, as (run, seq)
     by_tier: Mapping[str, tuple[int, int]]  # same format as `AdapterBank.by_tier`
     offloaded: int
     runs_to_evict: Sequence[str]  # same format as `AdapterBank.runs_to_evict`
@@ -240,7 +240,7 @@ def call_bank(engine: Engine, _: GroupLockStep, method: Callable[..., Any], *arg
 
 
 def run_cycle(
-    engine: Engine, lock_step: GroupLockStep, ops: Sequence[Op], allowances: Mapping[tuple[str, int], int]
+    engine: Engine, lock_step: GroupLockStep, ops: Sequence[Op], allowances: Mapping[OpId, int]
 ) -> CycleOutput:
     """Run ops in lock step with the other members and return their output. `ops` may be empty."""
     return run_to_end(lock_step.run(engine, ops, allowances, None))

@@ -85,7 +85,7 @@ class ReadCheckpoints:
 
 #: Outcome of a cycle: fingerprints of its finished ops by run and seq, then of each run's state after it, by run and
 #: None.
-Findings: TypeAlias = Mapping[tuple[RunId, int | None], Fingerprint]
+Findings: TypeAlias = Mapping[tuple[str, int | None], Fingerprint]
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _findings(archive: zipfile.ZipFile) -> Findings:
     for at, row in enumerate([*raw["ops"], *raw["runs"]]):
         own = {name: numbers[f"{at}/{name}"] for name in row["numbers"]}
         arenas = {name: ArenaPrint(**arena) for name, arena in row["arenas"].items()}
-        found[RunId(row["run"]), row.get("seq")] = Fingerprint(row["said"], row["is_accident"], own, arenas)
+        found[row["run"], row.get("seq")] = Fingerprint(row["said"], row["is_accident"], own, arenas)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Literal, cast
 import structlog
 import torch
 
-from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ids import OpId, RunId
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.engine import Engine
@@ -25,7 +25,7 @@ from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
 from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.op_codec import Checkpoints, engine_op
 from cotrain_workers.recorder.file import (
     CycleFacts,
@@ -49,7 +49,7 @@ Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
 class Recorder:
     """Recorder of one worker's cycles."""
 
-    engine: Trainer
+    engine: WorkerEngine
     checkpoints: Checkpoints
     folder: Path
     pool: str
@@ -62,7 +62,7 @@ class Recorder:
         if self.kept:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def begin(self, step: Step, bodies: Mapping[tuple[str, int], bytes]) -> None:
+    def begin(self, step: Step, bodies: Mapping[OpId, bytes]) -> None:
         """Write the inputs of a step just before it runs. Idempotent."""
         self._recording = None
         if not self.kept:
@@ -79,7 +79,7 @@ class Recorder:
         else:
             self._recording = path
 
-    def finish(self, step: Step, outputs: Mapping[tuple[str, int], Output]) -> None:
+    def finish(self, step: Step, outputs: Mapping[OpId, Output]) -> None:
         """Add the outcome of the step that began last. Call it before the engine runs anything newer."""
         if self._recording is None:
             return
@@ -118,14 +118,14 @@ class Recorder:
             path.unlink(missing_ok=True)
 
 
-def states_of(engine: Trainer, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
+def states_of(engine: WorkerEngine, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
     """Yield the state of each run of a step in the engine, one at a time, because each may be large."""
     for run in dict.fromkeys(op.run for op in step.ops):
         if run in engine.adapters:
             yield run, engine.adapters.state(run)
 
 
-def findings_of(engine: Trainer, step: Step, outputs: Mapping[tuple[str, int], Output]) -> Findings:
+def findings_of(engine: WorkerEngine, step: Step, outputs: Mapping[OpId, Output]) -> Findings:
     """Return the outcome of a step that has just run."""
     finished = [op.id for op in step.ops if op.id in outputs]
     states = states_of(engine, step)
@@ -139,7 +139,7 @@ def findings_of(engine: Trainer, step: Step, outputs: Mapping[tuple[str, int], O
 class Compared:
     """Comparison of one op. If `seq` is None, of one run's state after the cycle."""
 
-    run: RunId
+    run: str
     seq: int | None
     what: str
     digest: str  # digest of the new outcome, as in a cycle's record
@@ -185,7 +185,7 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     did not finish in the cycle. A pass that took several cycles runs whole in its last one, from the state before
     the first one. In the other cycles it changed nothing. Exceptions of the engine are not caught.
     """
-    outputs: dict[tuple[str, int], Output] = {}
+    outputs: dict[OpId, Output] = {}
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
         if cycle.found is not None:
@@ -224,7 +224,7 @@ def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterato
 
 
 def _compared(
-    run: RunId, seq: int | None, what: str, pair: tuple[Fingerprint | None, Fingerprint | None], tolerance: float
+    run: str, seq: int | None, what: str, pair: tuple[Fingerprint | None, Fingerprint | None], tolerance: float
 ) -> Compared:
     then, now = pair
     if now is None:

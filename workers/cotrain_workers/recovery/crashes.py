@@ -22,14 +22,14 @@ from functools import cached_property
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId, RunId, WorkerId, request_id
+from cotrain_store.messages.ids import OpId, RequestId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_workers.engine.device import memory_limit_bytes
+from cotrain_workers.engine.host import memory_limit_bytes
 from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output, Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.training.memory_model import LEAST_TOKENS
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ POISON = Failure("Request repeatedly crashed the worker; it was not applied.", "
 class Answers:
     """Outputs of ops that ran in several engine cycles."""
 
-    outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
+    outputs: dict[OpId, Output] = field(default_factory=dict)
     is_exact: bool = True
     """False if memory ran out in one of them, or in a replay (`CycleOutput.is_exact`)."""
 
@@ -101,7 +101,7 @@ class Risks:
 
 
 def run_in_groups(
-    engine: Trainer, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], Answers]
+    engine: WorkerEngine, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], Answers]
 ) -> Answers:
     """Run a step that crashed its processes: in halves, and without the ops that crash.
 
@@ -114,7 +114,7 @@ def run_in_groups(
         if group[0].run in separate:
             continue  # an earlier group of this run raised
         if len(group) == 1 and risks.is_poison(group[0]):
-            answers.outputs[group[0].run, group[0].seq] = POISON
+            answers.outputs[group[0].id] = POISON
             continue
         risks.note(group)
         try:
@@ -147,25 +147,25 @@ def name_of(group: Sequence[Op]) -> str:
     return first if len(group) == 1 else f"{first}..{last}"
 
 
-def run_alone(engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None) -> Answers:
+def run_alone(
+    engine: WorkerEngine, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None
+) -> Answers:
     """Run one run's ops repeatedly, each time without one more op that breaks the engine.
 
     `reload_state` restores the last committed state of the run, and returns True if it did so to
     the bit. With `risks` each op may crash.
     """
-    failed: dict[tuple[str, int], Output] = {
-        (op.run, op.seq): POISON for op in ops if risks is not None and risks.is_poison(op)
-    }
+    failed: dict[OpId, Output] = {op.id: POISON for op in ops if risks is not None and risks.is_poison(op)}
     while True:
         answers = Answers(dict(failed), is_exact=reload_state())
-        left = [op for op in ops if (op.run, op.seq) not in failed]
+        left = [op for op in ops if op.id not in failed]
         failing = _run_one_by_one(engine, left, answers, risks)
         if failing is None:
             return answers
-        failed[failing.run, failing.seq] = CRASHED
+        failed[failing.id] = CRASHED
 
 
-def _run_one_by_one(engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
+def _run_one_by_one(engine: WorkerEngine, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
     """Fill `answers` up to the first op that breaks the engine, and return that op."""
     for op in ops:
         if risks is not None:
@@ -191,7 +191,7 @@ def request_of(op: Op) -> RequestId:
 class LargePasses:
     """Records of one worker about large micro-batches, and the kills that earlier processes left."""
 
-    def __init__(self, engine: Trainer, counts: CrashCounts, worker: WorkerId) -> None:
+    def __init__(self, engine: WorkerEngine, counts: CrashCounts, worker: WorkerId) -> None:
         self._counts = counts
         self._worker = worker
         self._kills = kills_of(counts.by_part())
@@ -214,22 +214,22 @@ class LargePasses:
         """Return True if a process ended during one of a step's requests."""
         return any(op.request_id == kill.request for kill in self._kills for op in step.ops)
 
-    def part_of(self, ops: Sequence[Op]) -> Part:
+    def select(self, ops: Sequence[Op]) -> Selection:
         """Return the ops of a step that run now: all of them, if no process ended during one."""
         self._running_alone = ""
         requests = [request_of(op) for op in ops]
         kills = [kill for kill in self._kills if kill.request in requests]
         if not kills:
-            return Part(ops)
-        part = careful_part(ops, kills, self._deferred, memory_limit_bytes())
+            return Selection(ops)
+        selected = select_ops(ops, kills, self._deferred, memory_limit_bytes())
         self._deferred.update(kill.request for kill in kills)
         for op in ops:
-            if (op.run, op.seq) in part.failures:
+            if op.id in selected.failures:
                 log.error("pass_too_large", request=request_of(op), tokens=longest_of(op))
-        if part.is_alone:
-            self._running_alone = request_of(part.ops[0])
-            log.warning("large_pass_apart", request=self._running_alone, tokens=part.killing_tokens)
-        return part
+        if selected.is_alone:
+            self._running_alone = request_of(selected.ops[0])
+            log.warning("large_pass_apart", request=self._running_alone, tokens=selected.killing_tokens)
+        return selected
 
     def forget(self, requests: Collection[str]) -> None:
         """Drop the kills of requests that have a result."""
@@ -279,11 +279,11 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Part:
+class Selection:
     """Ops of a step that run now. The others return to their queues."""
 
     ops: Sequence[Op]
-    failures: Mapping[tuple[str, int], Failure] = field(default_factory=dict)
+    failures: Mapping[OpId, Failure] = field(default_factory=dict)
     killing_tokens: int = 0
     """Tokens of the smallest micro-batch that killed a process; 0 if none did."""
     is_alone: bool = False  # True if the only op is a dangerous request
@@ -305,8 +305,8 @@ def kills_of(counts: Mapping[str, int]) -> list[Kill]:
     return kills
 
 
-def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int) -> Part:
-    """Return the part of a step that runs now, the ops of each run in order. Pure.
+def select_ops(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int) -> Selection:
+    """Return the ops of a step that run now, those of each run in order. Pure.
 
     Ops before the first dangerous request of their run go first. Then one dangerous request runs alone. The
     requests in `deferred` have let other ops go first once, and do not wait again.
@@ -315,14 +315,14 @@ def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[
     longest datum has as many tokens as that micro-batch, because a datum is not cut.
     """
     killing_tokens = min(kill.tokens for kill in kills)
-    failures: dict[tuple[str, int], Failure] = {}
+    failures: dict[OpId, Failure] = {}
     remaining: list[Op] = []
     for op in ops:
         own = [kill for kill in kills if kill.request == request_of(op)]
         if isinstance(op, Pass | ReverseKl) and sum(kill.count for kill in own) >= MAX_CRASHES:
             tokens = min(kill.tokens for kill in own)
             if longest_of(op) >= tokens:
-                failures[op.run, op.seq] = too_large(longest_of(op), limit_bytes)
+                failures[op.id] = too_large(longest_of(op), limit_bytes)
                 continue
             op = replace(op, slice_tokens=tokens // 2)
         remaining.append(op)
@@ -334,8 +334,8 @@ def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[
     harmless = [op for op in remaining if op.run not in first_dangerous or op.seq < first_dangerous[op.run].seq]
     may_wait = any(request_of(op) not in deferred for op in first_dangerous.values())
     if not first_dangerous or (harmless and may_wait):
-        return Part(harmless, failures, killing_tokens)
-    return Part([next(iter(first_dangerous.values()))], failures, killing_tokens, is_alone=True)
+        return Selection(harmless, failures, killing_tokens)
+    return Selection([next(iter(first_dangerous.values()))], failures, killing_tokens, is_alone=True)
 
 
 def longest_of(op: Op) -> int:

@@ -22,7 +22,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.state_files import Snapshot, remove_snapshots, write_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import StateCopy
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class RecoveryCopies:
 
     def __init__(
         self,
-        engine: Trainer,
+        engine: WorkerEngine,
         execution: Execution,
         weights: WeightsStore,
         snapshots: Blobs,

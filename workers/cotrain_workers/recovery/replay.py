@@ -27,7 +27,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
 from cotrain_workers.engine.training.drift import LAG_METRICS
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.results import CYCLE_METRIC, result_of, saved_of
 
@@ -101,7 +101,7 @@ class RestoreProgress:
 class Replay:
     """Restoration of runs into one engine, from their logs and recovery copies."""
 
-    engine: Trainer
+    engine: WorkerEngine
     execution: Execution
     weights: WeightsStore
     snapshots: Blobs  # recovery copies
@@ -268,7 +268,7 @@ def bases_of(position: LogPosition) -> list[Base]:
     return [base for base in dict.fromkeys((newest, older)) if base.file or base.seq == -1]
 
 
-def is_foreign(engine: Trainer, numerics_id: str) -> bool:
+def is_foreign(engine: WorkerEngine, numerics_id: str) -> bool:
     """Return True if this engine may produce other bits than the writers of a log."""
     return numerics_id not in ("", engine.facts.numerics_id)
 

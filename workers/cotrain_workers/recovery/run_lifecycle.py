@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import structlog
 
@@ -16,7 +17,7 @@ from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.disk.stored_results import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId, TenantId, seq_of
+from cotrain_store.messages.ids import OpId, RunId, TenantId, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import RunState, WeightsRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
@@ -27,7 +28,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput, WeightsMissing
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.recovery.orphan_sweep import Sweep
 from cotrain_workers.recovery.recovery_copies import RecoveryCopies, ReplayBacklog, ReplayCost, SnapshotPolicy
 from cotrain_workers.recovery.replay import (
@@ -57,8 +58,18 @@ class StepRuns:
     ops: tuple[QueuedOp, ...]  # ops to run
     stopped: Mapping[RunId, Failure]
     is_exact: bool
-    rewinds: Mapping[tuple[str, int], NoteOutput | Failure] = field(default_factory=dict)
+    rewinds: Mapping[OpId, NoteOutput | Failure] = field(default_factory=dict)
     """Outputs of the step's REWIND ops, which have run."""
+
+
+class Restoring(Enum):
+    """Outcome of loading a run into memory."""
+
+    EXACT = auto()
+    #: Its last bits may differ from this engine's numerics.
+    INEXACT = auto()
+    #: Its newest state was lost. A checkpoint replaces it, and the planned ops of the run are void.
+    ROLLED_BACK = auto()
 
 
 class RestoreStopped(Exception):
@@ -87,7 +98,7 @@ class RunLifecycle:
 
     def __init__(
         self,
-        engine: Trainer,
+        engine: WorkerEngine,
         execution: Execution,
         weights: WeightsStore,
         settings: WorkerSettings,
@@ -125,21 +136,21 @@ class RunLifecycle:
         done: dict[RunId, int] = {}
         is_exact, is_rolled_back = True, False
         self._rewound = {}
-        rewinds: dict[tuple[str, int], NoteOutput | Failure] = {}
+        rewinds: dict[OpId, NoteOutput | Failure] = {}
         first = {op.run: op.seq for op in reversed(step.ops)}
         for run, seq in first.items():
             if self.done(run) != seq - 1:  # another worker may have changed it
                 self.forget_state(run)
         yield from self._recreate_sources(step.ops)
-        with self._counted(first):
+        with self._progress_of(first):
             for run in dict.fromkeys(op.run for op in step.ops):
                 match (yield from self._ensure_or_stop(run, step.tenant_by_run[run])):
                     case Failure() as failure:
                         stopped[run] = failure
-                    case None:
+                    case Restoring.ROLLED_BACK:
                         is_rolled_back = True
-                    case exactly:
-                        done[run], is_exact = self.done(run), is_exact and exactly
+                    case outcome:
+                        done[run], is_exact = self.done(run), is_exact and outcome is Restoring.EXACT
             if is_rolled_back:
                 return None
             for op in step.ops:
@@ -163,13 +174,13 @@ class RunLifecycle:
 
     def recreate_lost_weights(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
-        with self._counted([weights.run]):
+        with self._progress_of([weights.run]):
             yield from self._ensure_or_stop(weights.run, weights.tenant)
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
 
     @contextmanager
-    def _counted(self, runs: Iterable[RunId]) -> Iterator[None]:
+    def _progress_of(self, runs: Iterable[RunId]) -> Iterator[None]:
         """Count the progress of the runs among these that have a state to restore."""
         ops = {run: count for run in runs if (count := self._to_replay(run)) is not None}
         if not ops:
@@ -183,17 +194,14 @@ class RunLifecycle:
 
     def _to_replay(self, run: RunId) -> int | None:
         """Return the number of ops from a run's newest copy to its last commit; None if there is nothing to restore."""
-        position = None if run in self.copies.backlogs else self._execution.logs.position(run)
+        position = None if self.in_memory(run) else self._execution.logs.position(run)
         if position is None or (position.done == position.snap and not position.snapshot_file):
             return None
         return position.done - position.snap
 
-    def _ensure_or_stop(self, run: RunId, tenant: TenantId) -> Yielding[bool | Failure | None]:
-        """Load one run into memory; return False if its bits may differ.
-
-        If it cannot be restored, roll it back and return None, or stop it and return the failure of all its requests.
-        """
-        if run in self.copies.backlogs:
+    def _ensure_or_stop(self, run: RunId, tenant: TenantId) -> Yielding[Restoring | Failure]:
+        """Load one run into memory. If it cannot be restored, roll it back, or stop it and fail all its requests."""
+        if self.in_memory(run):
             return self._note_restored(run, None)
         try:
             yield from self._recreate_sources(self._logged(run))
@@ -206,7 +214,7 @@ class RunLifecycle:
             for record in self._weights.lost():
                 if record.run == run:  # the log that would have recreated them was removed
                     self._weights.give_up(record.ref)
-            return None
+            return Restoring.ROLLED_BACK
         finally:
             self.progress.finish(run)
         if restored is not None:
@@ -221,7 +229,7 @@ class RunLifecycle:
         Raises:
             ReplayDiverged, SpoolCorrupt: the run cannot continue.
         """
-        if run in self.copies.backlogs:
+        if self.in_memory(run):
             return None
         self.copies.await_copy(run)
         self._weights.reload()
@@ -248,13 +256,13 @@ class RunLifecycle:
         first = 1 + min((base.seq for base in bases_of(position)), default=-1)
         return self._execution.logs.logged_ops(run, first, position.done)
 
-    def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
-        """Count the replayed ops; return True if the state has this engine's bits."""
+    def _note_restored(self, run: RunId, restored: Restored | None) -> Restoring:
+        """Count the ops that restored a run; `restored` is None if it was in memory before."""
         failpoint("worker.replayed", run)
         replayed = restored.replayed if restored else 0
         self.replayed_ops += replayed
         self.uncounted["replayed_ops"] += replayed
-        return restored is None or restored.is_exact
+        return Restoring.EXACT if restored is None or restored.is_exact else Restoring.INEXACT
 
     def _roll_back(self, run: RunId) -> bool:
         """Replace the lost newest state of a run by its newest readable checkpoint. Return False if it has none.
@@ -340,10 +348,10 @@ class RunLifecycle:
         Raises ReplayDiverged, SpoolCorrupt.
         """
         self.forget_state(run)
-        is_exact = self._note_restored(run, run_to_end(self.ensure(run)))
+        outcome = self._note_restored(run, run_to_end(self.ensure(run)))
         if run in self._rewound:
             run_to_end(self._rewind_to(run, self._rewound[run]))
-        return is_exact
+        return outcome is Restoring.EXACT
 
     def stop(self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
         """Stop a run that cannot continue."""
@@ -358,6 +366,10 @@ class RunLifecycle:
         until = time.monotonic() + WRITES_S
         self._weights.await_writes(until)
         self.copies.await_writes(until)
+
+    def in_memory(self, run: RunId) -> bool:
+        """Return True if the engine has the state of a run."""
+        return run in self.copies.backlogs
 
     def done(self, run: RunId) -> int:
         """Return the last seq whose effect is in memory; -1 for a run that is not in memory."""

@@ -25,7 +25,7 @@ from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import NewTokens, Progress, SampleOutput, SampleRequest
+from cotrain_workers.engine.decoding.requests import NewTokens, SampleOutput, SampleRequest, StepResults
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.op_codec import sample_request, sample_result
 from cotrain_workers.recovery.crashes import CRASHED, MAX_CRASHES, POISON
@@ -77,9 +77,9 @@ class NoDecoder:
     def cancel(self, _: str) -> None:
         """Do nothing: no request runs."""
 
-    def step(self) -> Progress:
-        """Return an empty progress."""
-        return Progress()
+    def step(self) -> StepResults:
+        """Return no results."""
+        return StepResults()
 
     @property
     def waiting(self) -> Counter[str]:
@@ -316,16 +316,16 @@ class SamplingService:
     def _step(self) -> bool:
         began = time.monotonic()
         try:
-            progress = self._decoder.step()
+            results = self._decoder.step()
         except Exception:  # the request that caused it is isolated and fails alone
             log.exception("decode_failed", requests=sorted(self._running))
         else:
-            ended, tokens = time.monotonic(), progress.decoded_tokens + progress.prompt_tokens
+            ended, tokens = time.monotonic(), results.decoded_tokens + results.prompt_tokens
             self._rate.step(tokens, began, ended)
-            of_clients = [new for new in progress.tokens if new.request not in self._probes]
+            of_clients = [new for new in results.tokens if new.request not in self._probes]
             self._times.step(of_clients, ended - began)
-            self._note(progress, len(progress.tokens) - len(of_clients))
-            return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens or progress.images)
+            self._note(results, len(results.tokens) - len(of_clients))
+            return bool(results.finished or results.decoded_tokens or results.prompt_tokens or results.images)
         # the exception is released only here, with the tensors that its frames hold
         self._isolate_all()
         return True
@@ -341,11 +341,11 @@ class SamplingService:
         del self._decoder  # its memory must be free before the next one allocates its own
         self._decoder = self._make_decoder()
 
-    def _note(self, progress: Progress, probed: int) -> None:
-        """Record the progress of a step, of which `probed` tokens are of a check."""
-        self._uncounted["sampled_tokens"] += progress.decoded_tokens - probed
-        self._publish([new for new in progress.tokens if new.request in self._streamed])
-        for request, output in progress.finished:
+    def _note(self, results: StepResults, probed: int) -> None:
+        """Record the results of a step, of which `probed` tokens are of a check."""
+        self._uncounted["sampled_tokens"] += results.decoded_tokens - probed
+        self._publish([new for new in results.tokens if new.request in self._streamed])
+        for request, output in results.finished:
             self._finish(request, output)
 
     def _publish(self, tokens: Sequence[NewTokens]) -> None:

@@ -1,1 +1,1 @@
-"""Worker process: fetches, runs and commits steps, and sends heartbeats. Independent of tensors and files."""
+"""Worker process: fetches, runs and commits steps, shares its device with sampling, and sends heartbeats."""

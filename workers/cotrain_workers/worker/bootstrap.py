@@ -29,13 +29,14 @@ from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import UNSTORED_BYTES, WeightsStore
-from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
+from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.host import free_host_bytes
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
-from cotrain_workers.group.engine import GroupEngine, Trainer
+from cotrain_workers.group.engine import GroupEngine, WorkerEngine
 from cotrain_workers.group.lock_step import GroupLockStep, follow
 from cotrain_workers.group.processes import Links
 from cotrain_workers.group.sharded_base import load_sharded
@@ -77,13 +78,13 @@ def device_of(settings: WorkerSettings) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measured_engine(settings: WorkerSettings, device: str, links: Links | None = None) -> tuple[Trainer, float]:
+def measured_engine(settings: WorkerSettings, device: str, links: Links | None = None) -> tuple[WorkerEngine, float]:
     """Load the engine and measure its throughput in tokens/s. With `links`, this process is the first of a group.
 
     Raises ModelTooLarge if memory is insufficient for either.
     """
     with _refusing_too_large(settings):
-        engine: Trainer
+        engine: WorkerEngine
         if links is None:
             engine = load_engine(settings, device)
         else:
@@ -121,7 +122,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     """
     micro_batch_tokens = settings.micro_batch_tokens
     is_measured = micro_batch_tokens == "auto" and device == "cuda"
-    circumstances = _circumstances(settings, device)
+    size_key = _batch_size_key(settings, device)
     host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
     more: dict[str, Any] = {"quantization": settings.quantization}
     if lock_step is not None:
@@ -130,7 +131,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
         micro_batch_tokens = ENOUGH_TOKENS if is_measured else micro_batch_tokens
     elif micro_batch_tokens == "auto":
-        micro_batch_tokens = known_batch_sizes(settings.batch_sizes_path).get(circumstances) or "auto"
+        micro_batch_tokens = known_batch_sizes(settings.batch_sizes_path).get(size_key) or "auto"
     engine = Engine.load(
         settings.model_source,
         device=device,
@@ -142,11 +143,11 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         **more,
     )
     if is_measured and lock_step is None:
-        remember_batch_size(settings.batch_sizes_path, circumstances, engine.facts.numerics.micro_batch_tokens)
+        remember_batch_size(settings.batch_sizes_path, size_key, engine.facts.numerics.micro_batch_tokens)
     return engine
 
 
-def _circumstances(settings: WorkerSettings, device: str) -> str:
+def _batch_size_key(settings: WorkerSettings, device: str) -> str:
     """Return the cache key: every condition that the measured micro-batch size depends on."""
     hardware = torch.cuda.get_device_name() if device == "cuda" else device
     return " ".join(
@@ -159,7 +160,7 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
     )  # fmt: skip
 
 
-def measure_throughput(engine: Trainer, num_tokens: int) -> float:
+def measure_throughput(engine: WorkerEngine, num_tokens: int) -> float:
     """Measure training throughput in tokens/s on one small batch. The first token budget is derived from it."""
     length = min(256, engine.facts.context_length)
     rng = np.random.default_rng(0)
@@ -169,7 +170,7 @@ def measure_throughput(engine: Trainer, num_tokens: int) -> float:
     return len(datums) * length / taken
 
 
-def measure_replay_cost(engine: Trainer) -> ReplayCost:
+def measure_replay_cost(engine: WorkerEngine) -> ReplayCost:
     """Measure the shortest pass and the shortest optimizer step of a run alone; the second of each counts."""
     datums = [_datum(np.zeros(SHORTEST_TOKENS, np.int64))]
     ops = [
@@ -187,7 +188,7 @@ def _datum(tokens: np.ndarray) -> Datum:
     return Datum(tokens, {"target_tokens": tokens, "weights": np.ones(len(tokens), np.float32)})
 
 
-def _seconds(engine: Trainer, ops: Sequence[Pass | OptimStep]) -> list[float]:
+def _seconds(engine: WorkerEngine, ops: Sequence[Pass | OptimStep]) -> list[float]:
     """Return the time in s of each op of a new run `probe`, in a cycle of its own."""
     engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
     taken = []
@@ -199,7 +200,7 @@ def _seconds(engine: Trainer, ops: Sequence[Pass | OptimStep]) -> list[float]:
     return taken
 
 
-def pool_record(settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float) -> PoolRecord:
+def pool_record(settings: WorkerSettings, engine: WorkerEngine, device: str, tokens_per_s: float) -> PoolRecord:
     """Return the record of this pool: model, limits, device and throughput."""
     facts = engine.facts
     return PoolRecord(
@@ -223,7 +224,7 @@ def pool_record(settings: WorkerSettings, engine: Trainer, device: str, tokens_p
 
 
 def enter_pool(
-    engine: Trainer,
+    engine: WorkerEngine,
     connection: SyncConnection,
     spools: tuple[Spool, Spool],
     record: PoolRecord,
@@ -279,7 +280,7 @@ def enter_pool(
 
 
 def decoder_factory(
-    engine: Trainer, settings: WorkerSettings, weights: WeightsStore, tokenizer: PublishedTokenizer | None
+    engine: WorkerEngine, settings: WorkerSettings, weights: WeightsStore, tokenizer: PublishedTokenizer | None
 ) -> Callable[[], Decoder]:
     """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without vLLM."""
 
@@ -332,9 +333,9 @@ def known_batch_sizes(path: Path) -> dict[str, int]:
         return {}
 
 
-def remember_batch_size(path: Path, circumstances: str, tokens: int) -> None:
+def remember_batch_size(path: Path, size_key: str, tokens: int) -> None:
     """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
-    known = {**known_batch_sizes(path), circumstances: tokens}
+    known = {**known_batch_sizes(path), size_key: tokens}
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")

@@ -1,25 +1,4 @@
-"""Accounting of device time, throughput estimate, and time sharing of training and sampling.
-
-**Device time.** Each lap books the time since the previous lap to one phase: training, optimizer, sampling or idle.
-The phases add up to the elapsed time. Booked time never changes, so the heartbeat's thread reads numbers that only
-grow, at most one lap late.
-
-**Throughput** estimates trained tokens per second from the cycles, small ones included. It is pure. A small cycle
-spends its time on reading the frozen weights, whatever its number of tokens. Its tokens per second therefore do not
-predict a large cycle's. A Kalman filter estimates both parts of `seconds = forwards * overhead + tokens *
-per_token`.
-
-**Time sharing.** The decoder works between micro-batches of training, within its share of the processor. The policy
-(`Share`) is pure. While both have work, a second of training earns the decoder `s / (1 - s)` seconds, to use before
-training continues. A decode step cannot be interrupted, so it may overdraw the credit by one step, and training is
-paid back first. Credit that the decoder has no work for is not saved.
-
-Bounds for any interval in which both have work, with T seconds of training and D of decoding. The longest decode
-step is d, and the longest training time between two visits is t:
-
-* `T >= (1 - s) * (T + D - d)`: training keeps its share, up to one decode step.
-* `D >= s * (T + D - t)`: the decoder keeps its share, up to one uninterrupted part of training.
-"""
+"""Accounting of device time, throughput estimate, and time sharing of training and sampling."""
 
 from __future__ import annotations
 
@@ -56,7 +35,11 @@ class Phase(StrEnum):
 
 
 class DeviceTime:
-    """Booked time of one device. Only the worker's own thread may book; any thread may read `seconds`."""
+    """Booked time of one device. Only the worker's own thread may book; any thread may read `seconds`.
+
+    Each lap books the time since the previous lap to one phase, so the phases add up to the elapsed time. Booked time
+    never changes. The heartbeat's thread therefore reads numbers that only grow, at most one lap late.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -159,7 +142,12 @@ _LEAST_PER_TOKEN_S = 1e-9
 
 
 class Throughput:
-    """Current estimate of the throughput."""
+    """Current estimate of trained tokens per second, from all cycles.
+
+    A small cycle spends its time on reading the frozen weights, whatever its number of tokens. Its tokens per second
+    therefore do not predict a large cycle's. A Kalman filter estimates both parts of
+    `seconds = forwards * overhead + tokens * per_token`.
+    """
 
     def __init__(self, tokens_per_s: float) -> None:
         """Start from a rate that was measured or guessed before any cycle."""
@@ -203,7 +191,18 @@ GAP_S = 0.1
 
 @dataclass
 class Share:
-    """Credit of the decoder."""
+    """Credit of the decoder, which works between micro-batches of training.
+
+    While both have work, a second of training earns the decoder `s / (1 - s)` seconds, to use before training
+    continues. A decode step cannot be interrupted, so it may overdraw the credit by one step, and training is paid back
+    first. Credit that the decoder has no work for is not saved.
+
+    Bounds for any interval in which both have work, with T seconds of training and D of decoding. The longest decode
+    step is d, and the longest training time between two visits is t:
+
+    * `T >= (1 - s) * (T + D - d)`: training keeps its share, up to one decode step.
+    * `D >= s * (T + D - t)`: the decoder keeps its share, up to one uninterrupted part of training.
+    """
 
     sampling_share: float
     """The decoder's share `s` of the time, `0 <= s < 1`. With 0 it runs only while training is idle."""

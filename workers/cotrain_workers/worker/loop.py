@@ -37,7 +37,7 @@ from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
@@ -73,7 +73,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        engine: Trainer,
+        engine: WorkerEngine,
         execution: Execution,
         runs: RunLifecycle,
         weights: WeightsStore,
@@ -188,7 +188,7 @@ class WorkerLoop:
             # Do not prefetch while re-running a step that crashed a worker, so that bisection
             # stays unambiguous.
             with nullcontext() if is_risky else self._prefetcher.during(step):
-                work = self._runner.run(step, bodies, runs, is_over, is_late, is_risky=is_risky)
+                work = self._runner.run(step, bodies, runs, is_over, is_late)
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
             times.note("run", Phase.TRAIN)

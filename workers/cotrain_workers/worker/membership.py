@@ -1,14 +1,4 @@
-"""Membership of a worker in its pool: its exclusive id, its heartbeat, and the handover of its runs.
-
-**Id.** A worker id belongs to one process, enforced by a lock on this host and by heartbeats across hosts. Epochs keep
-two processes with one id from harming each other, but the older one would be fenced. A second process is an operator's
-mistake and is reported as one. Without a configured id, each process claims a free one.
-
-**Heartbeat.** A thread sends it, and stops the worker when another process has taken over its id.
-
-**Drain.** The heartbeat's thread updates the state. The worker loop reads it to decide its next action. A worker hands
-over one run at a time while it continues, after the run's last op is in a snapshot.
-"""
+"""Membership of a worker in its pool: its exclusive id, its heartbeat, and the handover of its runs."""
 
 from __future__ import annotations
 
@@ -52,6 +42,9 @@ class WorkerIdInUse(Exception):
 
 def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
     """Lock a worker id on this host. The returned file descriptor holds the lock until the process ends.
+
+    Epochs keep two processes with one id from harming each other, but the older one would be fenced. A second process
+    is an operator's mistake and is reported as one.
 
     Raises:
         WorkerIdInUse: another process has held it for `patience_s`.
@@ -175,7 +168,11 @@ class Heartbeat:
 
 @dataclass
 class Drain:
-    """Drain of one worker, from the operator's request until its withdrawal or the end of the process."""
+    """Drain of one worker, from the operator's request until its withdrawal or the end of the process.
+
+    The heartbeat's thread updates it, and the worker loop reads it. The worker hands over one run at a time while it
+    continues, after the run's last op is in a snapshot.
+    """
 
     own: OwnDrain
     runs: RunLifecycle
@@ -230,7 +227,7 @@ def move_runs(execution: Execution, runs: RunLifecycle) -> None:
         Fenced: another process took over this worker id.
     """
     for move in execution.moves.wanted():
-        in_memory = runs.done(move.run) >= 0
+        in_memory = runs.in_memory(move.run)
         if in_memory and not runs.copies.is_copied(move.run):
             continue
         failpoint("move.before", move.run)

@@ -32,7 +32,7 @@ from cotrain_workers.engine.ops import (
     PassOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 
 log = structlog.get_logger()
 
@@ -70,7 +70,7 @@ Probe: TypeAlias = Callable[[Sequence[SampleRequest], Mapping[str, HostWeights]]
 """Runs sample requests together on the worker's decoder, as `SamplingService.probe`."""
 
 
-def check_mix(engine: Trainer, probe: Probe) -> Yielding[MixCheck]:
+def check_mix(engine: WorkerEngine, probe: Probe) -> Yielding[MixCheck]:
     """Compare each adapter's pass, step and sample alone and in a mix. It yields like the engine's cycles.
 
     On a CPU every bit must be equal. Otherwise, the tolerance is that of the LoRA self-check. The temporary adapters
@@ -197,7 +197,7 @@ def _ops(run: str, at: int, vocab: int) -> tuple[Pass, OptimStep]:
     return forward_backward, OptimStep(run, 2, *RATES, grad_clip_norm=0.0)
 
 
-def _create(engine: Trainer, specs: Mapping[str, AdapterSpec]) -> Yielding[dict[str, AdapterState]]:
+def _create(engine: WorkerEngine, specs: Mapping[str, AdapterSpec]) -> Yielding[dict[str, AdapterState]]:
     """Create the adapters with a random B, and return their states."""
     yield from engine.cycle([Create(run, 0, spec) for run, spec in specs.items()])
     states = {}
@@ -210,7 +210,7 @@ def _create(engine: Trainer, specs: Mapping[str, AdapterSpec]) -> Yielding[dict[
     return states
 
 
-def _run(engine: Trainer, ops: Mapping[str, tuple[Pass, OptimStep]]) -> Yielding[dict[str, Numbers | Failure]]:
+def _run(engine: WorkerEngine, ops: Mapping[str, tuple[Pass, OptimStep]]) -> Yielding[dict[str, Numbers | Failure]]:
     """Run the passes in one cycle, then the steps in another one."""
     bank = engine.adapters
     passed = (yield from engine.cycle([of_run[0] for of_run in ops.values()])).outputs
@@ -239,7 +239,7 @@ def _difference(before: torch.Tensor, after: torch.Tensor) -> float:
 class SelfCheck:
     """Requests for self-checks of this worker, and the result of the last one for its heartbeat."""
 
-    def __init__(self, engine: Trainer, execution: Execution, probe: Probe) -> None:
+    def __init__(self, engine: WorkerEngine, execution: Execution, probe: Probe) -> None:
         self._engine = engine
         self._probe = probe
         self._execution = execution

@@ -2,16 +2,12 @@
 
 There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception, each run
 executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups (bisection).
-
-While the engine computes a step, a thread (`Prefetcher`) reads and decodes the bodies of queued ops. It also collects
-the runs whose adapters are likely to be needed next. It decides nothing: the plan selects the next ops and their
-order. A decoded op is used only if its planned body is identical, byte for byte.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +24,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding, run_to_end, timed
 from cotrain_workers.engine.ops import CycleOutput, Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.crashes import POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
@@ -50,7 +46,12 @@ class StepRunner:
     """Executor of steps whose runs are in memory. It handles neither results nor commits."""
 
     def __init__(
-        self, engine: Trainer, execution: Execution, runs: RunLifecycle, weights: WeightsStore, prefetcher: Prefetcher
+        self,
+        engine: WorkerEngine,
+        execution: Execution,
+        runs: RunLifecycle,
+        weights: WeightsStore,
+        prefetcher: Prefetcher,
     ) -> None:
         self._engine = engine
         self._prefetcher = prefetcher
@@ -74,14 +75,14 @@ class StepRunner:
         """Return True if a process ended during the step or one of its requests. It then runs without other work."""
         return self.risks(step).count > 0 or self._large_passes.has_kill_of(step)
 
-    def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
+    def read(self, step: Step, runs: StepRuns) -> tuple[dict[OpId, bytes], StepRuns]:
         """Return the bodies of a step's ops. A run with a missing body is stopped."""
         # A pass that is no longer open in the engine starts anew, or never runs again.
         still_open = self._engine.open_passes
-        self._open_ops = {at: kept for at, kept in self._open_ops.items() if at in still_open}
+        self._open_ops = {op_id: kept for op_id, kept in self._open_ops.items() if op_id in still_open}
         unread = [op for op in step.ops if op.id not in self._open_ops]
         read = dict(zip(unread, self._execution.bodies(unread), strict=True))
-        bodies: dict[tuple[str, int], bytes] = {}
+        bodies: dict[OpId, bytes] = {}
         stopped = dict(runs.stopped)
         for op in step.ops:
             kept = self._open_ops.get(op.id)
@@ -95,12 +96,10 @@ class StepRunner:
     def run(
         self,
         step: Step,
-        bodies: Mapping[tuple[str, int], bytes],
+        bodies: Mapping[OpId, bytes],
         runs: StepRuns,
         is_over: Callable[[], bool],
         is_late: Callable[[], bool],
-        *,
-        is_risky: bool,
     ) -> Yielding[StepRun]:
         """Execute a step's ops. Yields after each decoded pass, and at the engine's yield points.
 
@@ -109,66 +108,67 @@ class StepRunner:
         of them is decoded at most: a pass of many short datums takes seconds. The others wait for the next step.
         An op that runs alone or in a group has no yield points.
 
-        In a step that `is_risky`, every pass runs to its end. A pass that crashes late would otherwise crash in a
-        different step each time, and bisection counts the crashes of one step. Every pass also runs to its end if a
-        run's restored bits may differ, because the commit of its next op must record that.
-
         Raises:
             DeviceLost: the device has failed, and the process must restart.
         """
         self._execution.begin(step)
-        outputs: dict[tuple[str, int], Output] = {}
-        runnable: list[Op] = []
-        allowed = step.allowances if runs.is_exact and not is_risky else {}
-        allowances: dict[tuple[str, int], int] = {(run_of(op), seq_of(op)): n for op, n in allowed.items()}
+        allowances = self._allowances(step, runs)
         requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
-        for op, request in requests:
+        outputs: dict[OpId, Output] = {}
+        runnable: list[Op] = []
+        for op_id, request in requests.items():
             if isinstance(request, Failure | NoteOutput):
-                outputs[op.id] = request
+                outputs[op_id] = request
             else:
-                if isinstance(request, Pass):
-                    request = replace(request, tenant=step.tenant_by_run[op.run])
                 runnable.append(request)
-        runnable = self._with_steps(runnable, runs)
-        part = self._large_passes.part_of(runnable)
-        runnable, outputs = [*part.ops], {**outputs, **part.failures}
-        if part.killing_tokens:
-            self._engine.spare_memory(part.killing_tokens)
-        if part.is_alone:
+        selected = self._large_passes.select(self._with_context(runnable, step, runs))
+        if selected.killing_tokens:
+            self._engine.spare_memory(selected.killing_tokens)
+        if selected.is_alone:
             # Writes take memory, and a crash during one must not be attributed to the request.
             self._runs.await_writes()
         cost: CycleOutput | None = None
         answers: CycleOutput | Answers
-        if self.risks(step).is_deadly and runnable:
+        if self.risks(step).is_deadly and selected.ops:
             log.error("step_crash_loop", cycle=step.cycle)
-            answers = self._run_in_groups(step, runnable)
+            answers = self._run_in_groups(step, selected.ops)
         else:
             failpoint("worker.before_run", (op.request_id for op in step.ops))
-            cost = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
-            answers = cost or self._run_each_alone(step, runnable)
-        outputs |= answers.outputs
-        # An op that does not run waits for an unfinished pass before it, like the others.
-        finished = finished_outputs(step.ops, outputs)
+            cost = yield from self._run_whole(step, selected.ops, bodies, allowances, is_over)
+            answers = cost or self._run_each_alone(step, selected.ops)
+        outputs |= {**selected.failures, **answers.outputs}
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
         return StepRun(
-            finished,
+            # An op that does not run waits for an unfinished pass before it, like the others.
+            finished_outputs(step.ops, outputs),
             cost,
             is_exact=runs.is_exact and answers.is_exact,
-            requests=runnable,
+            requests=selected.ops,
             earlier_s={op_id: kept.device_s for op_id, kept in self._open_ops.items()} if cost else {},
             decode_s=decode_s,
         )
 
+    def _allowances(self, step: Step, runs: StepRuns) -> dict[OpId, int]:
+        """Return the tokens of the passes that may stay open.
+
+        In a risky step, every pass runs to its end. A pass that crashes late would otherwise crash in a different step
+        each time, and bisection counts the crashes of one step. Every pass also runs to its end if a run's restored
+        bits may differ, because the commit of its next op must record that.
+        """
+        if self.is_risky(step) or not runs.is_exact:
+            return {}
+        return {(run_of(request), seq_of(request)): tokens for request, tokens in step.allowances.items()}
+
     def _requests(
         self,
         step: Step,
-        bodies: Mapping[tuple[str, int], bytes],
+        bodies: Mapping[OpId, bytes],
         runs: StepRuns,
-        allowances: Container[tuple[str, int]],
+        allowances: Container[OpId],
         is_late: Callable[[], bool],
-    ) -> Yielding[list[tuple[QueuedOp, Op | NoteOutput | Failure]]]:
+    ) -> Yielding[dict[OpId, Op | NoteOutput | Failure]]:
         """Return the request of each op of a step, except of those that wait for the next step."""
-        found: list[tuple[QueuedOp, Op | NoteOutput | Failure]] = []
+        requests: dict[OpId, Op | NoteOutput | Failure] = {}
         decoded: Decoded = {}
         waiting: set[RunId] = set()
         has_one = False
@@ -189,29 +189,36 @@ class StepRunner:
             if request is None and op.kind in PASSES:
                 request = yield from decoding_shared_pass(op, body, decoded)
                 yield
-            found.append((op, request or engine_op(op, body, self._weights, self._weights.layout_of)))
-        return found
+            requests[op.id] = request or engine_op(op, body, self._weights, self._weights.layout_of)
+        return requests
 
-    def _with_steps(self, ops: Sequence[Op], runs: StepRuns) -> list[Op]:
-        """Return ops with the optimizer step of their run, where a pass has to report its distance from it."""
-        stale = {RunId(op.run) for op in ops if isinstance(op, Pass) and has_policy_steps(op)}
-        if not stale:
-            return list(ops)
+    def _with_context(self, ops: Iterable[Op], step: Step, runs: StepRuns) -> list[Op]:
+        """Return ops; passes with their tenant, and with the optimizer step of their run if they measure a lag."""
+        lagging = {RunId(op.run) for op in ops if isinstance(op, Pass) and has_policy_steps(op)}
+        steps = self._steps_before(lagging, runs) if lagging else {}
+        return [
+            replace(op, tenant=step.tenant_by_run[RunId(op.run)], step=steps.get(RunId(op.run), op.step))
+            if isinstance(op, Pass)
+            else op
+            for op in ops
+        ]
+
+    def _steps_before(self, names: Collection[RunId], runs: StepRuns) -> dict[RunId, int]:
+        """Return the number of optimizer steps of some runs before this step."""
         # A rewind of the same step comes first, and is not committed yet.
         rewound = {
-            RunId(run): note.answer["step"] for (run, _), note in runs.rewinds.items() if isinstance(note, NoteOutput)
+            RunId(run): note.answer["step"]
+            for (run, _), note in runs.rewinds.items()
+            if run in names and isinstance(note, NoteOutput)
         }
-        steps = {**self._execution.steps_of(stale), **{run: rewound[run] for run in stale & rewound.keys()}}
-        return [
-            replace(op, step=steps[RunId(op.run)]) if isinstance(op, Pass) and op.run in steps else op for op in ops
-        ]
+        return {**self._execution.steps_of(names), **rewound}
 
     def _run_whole(
         self,
         step: Step,
         ops: Sequence[Op],
-        bodies: Mapping[tuple[str, int], bytes],
-        allowances: Mapping[tuple[str, int], int],
+        bodies: Mapping[OpId, bytes],
+        allowances: Mapping[OpId, int],
         is_over: Callable[[], bool],
     ) -> Yielding[CycleOutput | None]:
         """Run ops in one cycle. Return None if the engine raised; the request that caused it is not known."""
@@ -230,18 +237,18 @@ class StepRunner:
         self._engine.check_device()
         answers = Answers()
         for run in dict.fromkeys(op.run for op in ops):
-            answers.add(self._run_one(ops, step, None, run))
+            answers.add(self._run_separately(step, ops, None, run))
         return answers
 
     def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> Answers:
         """Run a step that crashed its processes in groups, without the ops that crash."""
         risks = self.risks(step)
         side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
-        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_one, ops, step, risks))
+        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_separately, step, ops, risks))
         self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
         return answers
 
-    def _run_one(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
+    def _run_separately(self, step: Step, ops: Iterable[Op], risks: Risks | None, name: str) -> Answers:
         """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
@@ -249,7 +256,7 @@ class StepRunner:
                 return run_alone(self._engine, of_run, partial(self._runs.reload_state, run), risks)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
-            return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))
+            return Answers(dict.fromkeys((op.id for op in of_run), failure))
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
         """Update the computing time of each open pass after a step."""
@@ -270,12 +277,10 @@ class OpenOp:
     """
 
 
-def finished_outputs(
-    ops: Iterable[QueuedOp], outputs: Mapping[tuple[str, int], Output]
-) -> dict[tuple[str, int], Output]:
+def finished_outputs(ops: Iterable[QueuedOp], outputs: Mapping[OpId, Output]) -> dict[OpId, Output]:
     """Return the outputs without those behind an unfinished op of their run, which has none yet."""
     unfinished: set[RunId] = set()
-    finished: dict[tuple[str, int], Output] = {}
+    finished: dict[OpId, Output] = {}
     for op in ops:
         output = outputs.get(op.id)
         if output is None:
@@ -286,7 +291,11 @@ def finished_outputs(
 
 
 class Prefetcher:
-    """Decoder of queued ops in a thread of its own, for one step at a time."""
+    """Thread that reads and decodes the bodies of queued ops while the engine computes a step.
+
+    It also collects the runs whose adapters are likely to be needed next. It decides nothing: the plan selects the next
+    ops and their order. A decoded op is used only if its planned body is identical, byte for byte.
+    """
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.ops import Datum, Op, OptimStep, Pass, UpcomingBatch
-from cotrain_workers.recovery.crashes import Kill, LargePasses, careful_part, groups_of, kills_of, name_of
+from cotrain_workers.recovery.crashes import Kill, LargePasses, groups_of, kills_of, name_of, select_ops
 
 
 def ops_of(run: str, count: int) -> list[Op]:
@@ -72,7 +72,7 @@ def kill(request: str, tokens: int, count: int = 1) -> Kill:
 
 
 def chosen(ops: list[Op], *kills: Kill, deferred: Collection[str] = ()) -> list[tuple[str, int]]:
-    return [(op.run, op.seq) for op in careful_part(ops, kills, deferred, LIMIT_BYTES).ops]
+    return [op.id for op in select_ops(ops, kills, deferred, LIMIT_BYTES).ops]
 
 
 OPS: list[Op] = [a_pass("a", 1, 9), a_pass("a", 2, 5000), a_step("a", 3), a_pass("b", 1, 8), a_step("b", 2)]
@@ -83,9 +83,9 @@ def test_ops_before_a_dangerous_request_run_first() -> None:
 
 
 def test_a_dangerous_request_that_has_waited_runs_apart_and_later_ops_wait() -> None:
-    part = careful_part(OPS[1:], [kill("a:2", 5000)], {"a:2"}, LIMIT_BYTES)
-    assert [(op.run, op.seq) for op in part.ops] == [("a", 2)]
-    assert (part.is_alone, part.killing_tokens, part.failures) == (True, 5000, {})
+    selected = select_ops(OPS[1:], [kill("a:2", 5000)], {"a:2"}, LIMIT_BYTES)
+    assert [op.id for op in selected.ops] == [("a", 2)]
+    assert (selected.is_alone, selected.killing_tokens, selected.failures) == (True, 5000, {})
 
 
 def test_a_dangerous_request_without_neighbours_runs_at_once() -> None:
@@ -100,19 +100,19 @@ def test_of_two_dangerous_requests_one_runs_at_a_time() -> None:
 
 @pytest.mark.parametrize("kills", [[kill("a:2", 5000, 2)], [kill("a:2", 5300), kill("a:2", 5000)]])
 def test_a_datum_that_ended_two_processes_fails_and_the_others_run(kills: list[Kill]) -> None:
-    part = careful_part(OPS, kills, (), LIMIT_BYTES)
-    assert [(op.run, op.seq) for op in part.ops] == [("a", 1), ("a", 3), ("b", 1), ("b", 2)]
-    assert not part.is_alone
-    failure = part.failures["a", 2]
+    selected = select_ops(OPS, kills, (), LIMIT_BYTES)
+    assert [op.id for op in selected.ops] == [("a", 1), ("a", 3), ("b", 1), ("b", 2)]
+    assert not selected.is_alone
+    failure = selected.failures["a", 2]
     assert (failure.category, failure.code) == ("user", "too_large")
     assert "a datum of 5,000 tokens, within a memory limit of 2.0 GB." in failure.message
 
 
 def test_datums_that_together_ended_two_processes_run_in_smaller_slices() -> None:
     ops: list[Op] = [a_pass("a", 1, 500, 500, 500)]
-    part = careful_part(ops, [kill("a:1", 1500, 2)], (), LIMIT_BYTES)
-    assert not part.failures
-    [op] = part.ops
+    selected = select_ops(ops, [kill("a:1", 1500, 2)], (), LIMIT_BYTES)
+    assert not selected.failures
+    [op] = selected.ops
     assert isinstance(op, Pass)
     assert op.slice_tokens == 750
 
@@ -173,13 +173,13 @@ def test_a_micro_batch_is_recorded_while_it_is_the_largest_so_far() -> None:
 def test_every_micro_batch_of_a_dangerous_request_is_recorded() -> None:
     engine, counts = FakeEngine(), Counts(**{"r_1@2048/w0": 1})
     passes = LargePasses(engine, counts, WorkerId("w0"))  # type: ignore[arg-type]
-    assert passes.part_of([a_pass("r", 1, 2048)]).is_alone
+    assert passes.select([a_pass("r", 1, 2048)]).is_alone
     for tokens in (2048, 2048, 30):
         runs(engine, tokens, tokens)
     assert counts.seen == [{"r:1@2048/w0": 2}, {"r:1@2048/w0": 2}, {"r:1@2048/w0": 1, "r:1@30/w0": 1}]
     assert counts.found == {"r:1@2048/w0": 1}
     passes.forget(["r:1"])
-    assert not passes.part_of([a_pass("r", 1, 2048)]).is_alone
+    assert not passes.select([a_pass("r", 1, 2048)]).is_alone
 
 
 def test_a_process_that_survives_running_out_of_memory_is_not_a_kill() -> None:

@@ -16,6 +16,8 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.traces import traceparent_of
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
+from cotrain_store.monitoring.logs_and_traces import traceparent_of
+from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, PassProgress, StepOutput
 from cotrain_workers.results import StepCommit, StepRun, op_rows
 from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime
@@ -65,7 +67,7 @@ def facts_of(span: ReadableSpan, *names: str) -> list[Any]:
 def spans_of(
     step: Step,
     outputs: Mapping[tuple[str, int], Output],
-    divided: Mapping[tuple[str, int], Progress] | None = None,
+    divided: Mapping[tuple[str, int], PassProgress] | None = None,
     *,
     is_whole: bool = True,
 ) -> Spans:
@@ -73,7 +75,7 @@ def spans_of(
     cost = CycleOutput(outputs, 1, 42, 64, 0.5, 0.25, divided=divided or {}, parts=parts)
     record = {"outcome": "ok", "runs": [], "tokens": 42, "sampling_ms": None}
     ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
-    rows = op_rows(step, {(op.run, op.seq): b"" for op in step.ops}, ran, 1.0)
+    rows = op_rows(step, {op.id: b"" for op in step.ops}, ran, 1.0)
     commit = replace(NOTHING, rows=rows, record=record)
     times, spans, provider = CycleTimes(DeviceTime()), Spans(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
@@ -108,7 +110,7 @@ def test_a_cycle_is_a_child_of_its_plan_and_linked_with_its_ops() -> None:
 
 
 def test_an_open_pass_is_linked_without_a_span_and_later_ops_are_not() -> None:
-    spans = spans_of(STEP, {(B, 1): StepOutput(0.5)}, {(A, 1): Progress(10, 10)})
+    spans = spans_of(STEP, {(B, 1): StepOutput(0.5)}, {(A, 1): PassProgress(10, 10)})
     [cycle] = spans.named("cycle")
     assert links_of(cycle) == [FIRST, OTHER]
     assert [id_of(span.parent) for span in spans.named("forward_backward")] == [OTHER]

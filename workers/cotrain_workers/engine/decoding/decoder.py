@@ -40,15 +40,15 @@ from cotrain_workers.engine.decoding.requests import (
     GrammarOf,
     GrammarUnusable,
     NewTokens,
-    Progress,
     SampleOutput,
     SampleRequest,
+    StepResults,
     TextOf,
 )
 from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
-from cotrain_workers.engine.decoding.sequence import SKIPPED, Group, PromptScores, SequenceState
+from cotrain_workers.engine.decoding.sequence import SKIPPED, PromptScores, SequenceGroup, SequenceState
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
-from cotrain_workers.engine.device import StepCores, keeps_bits
+from cotrain_workers.engine.host import StepCores, keeps_bits
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
@@ -92,7 +92,7 @@ class EngineDecoder:
         self._cache = KvCache(base.kv, pages.count, page, device, dtype, base.states)
         self._head_chunk_rows = sizes.head_chunk_rows
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._copies = CopyStream(device)
         self.overlaps = device.type == "cuda"  # on a CPU, host and device are the same cores
         chooses_cores = device.type == "cpu" and keeps_bits()
@@ -160,7 +160,7 @@ class EngineDecoder:
         if request.max_tokens is not None:
             limit = min(limit, len(request.prompt) + request.max_tokens)
         scores = PromptScores(request) if request.scores_prompt else None
-        group = Group(request, self._arrivals, self._page_tokens, limit, scores)
+        group = SequenceGroup(request, self._arrivals, self._page_tokens, limit, scores)
         self._arrivals += 1
         if group.generates_nothing and scores is None and not request.return_routed_experts:
             self._empty.append((request.id, group.output()))
@@ -180,20 +180,20 @@ class EngineDecoder:
         self._index.drop(key)
 
     @torch.inference_mode()
-    def step(self) -> Progress:
+    def step(self) -> StepResults:
         """Admit waiting sequences, compute one packed step and choose the next token of each ready sequence.
 
         On a GPU the following step starts before the tokens of this one are read, if it only continues
         running sequences. The next call then reads tokens without starting a step first. Results that
         such a step computes for a sequence that has ended are discarded.
         """
-        log = Progress(finished=list(self._empty))
+        results = StepResults(finished=list(self._empty))
         if self._vision is not None:
-            self._compute_image(self._vision, log)
+            self._compute_image(self._vision, results)
         with self.cores:
-            return self._step(log)
+            return self._step(results)
 
-    def _compute_image(self, vision: Vision, log: Progress) -> None:
+    def _compute_image(self, vision: Vision, results: StepResults) -> None:
         """Run the vision tower for one image of a waiting request, so that other sequences wait for one at most."""
         ready: set[str] = set()  # tenants whose next request lacks no image
         while (sequence := self.scheduler.next_waiting(ready)) is not None:
@@ -204,26 +204,26 @@ class EngineDecoder:
             image = group.request.images[len(group.features)]
             try:
                 group.features.append(vision.features(group.request.tenant or group.request.id, image))
-                log.images += 1
+                results.images += 1
             except ImageUnusable as unusable:
-                self._fail(group, str(unusable), "user", log)
+                self._fail(group, str(unusable), "user", results)
             return
 
-    def _step(self, log: Progress) -> Progress:
+    def _step(self, results: StepResults) -> StepResults:
         self._empty.clear()
         begun, self._begun = self._begun, None
         if begun is None or not begun.is_wanted:
-            self._admit(log)
-            begun = self._begin(log)
+            self._admit(results)
+            begun = self._begin(results)
         if begun is not None:
             # With a grammar, the next token depends on the unread one.
             has_grammar = any(each.group.request.grammar for each in self.scheduler.running)
             if self.overlaps and not has_grammar and self.scheduler.only_goes_on():
-                self._begun = self._begin(log, begun.tokens)
-            self._read(begun, log)
-        return log
+                self._begun = self._begin(results, begun.tokens)
+            self._read(begun, results)
+        return results
 
-    def _begin(self, log: Progress, chosen: torch.Tensor | None = None) -> NextTokens | None:
+    def _begin(self, results: StepResults, chosen: torch.Tensor | None = None) -> NextTokens | None:
         """Start a step on the device and choose the tokens after it; return None if no sequence gets one.
 
         `chosen` are the unread tokens of the step before, if any.
@@ -233,8 +233,8 @@ class EngineDecoder:
         self._cache.prepare(plan.copies, plan.blank)
         forward = self.runner.forward(plan, self.slots.slot_of, chosen)
         if forward is not None:
-            self._absorb(forward, log)
-        ready = find_ready(forward, self._first(log), self.slots.slot_of)
+            self._absorb(forward, results)
+        ready = find_ready(forward, self._first(results), self.slots.slot_of)
         if ready is None:
             return None
         for sequence in ready.sequences:
@@ -242,7 +242,7 @@ class EngineDecoder:
                 sequence.grammar = self._start_of_grammar(sequence.group.request)
         return choose_next(ready, self.runner.logits, self.slots.slot_of, self._head_chunk_rows, self._copies)
 
-    def _admit(self, log: Progress) -> None:
+    def _admit(self, results: StepResults) -> None:
         """Admit sequences until one does not fit; fail requests whose weights cannot be used."""
         blocked: set[str] = set()  # tenants whose next weights are unavailable now
         while (sequence := self.scheduler.next_waiting(blocked)) is not None:
@@ -263,11 +263,11 @@ class EngineDecoder:
             except WeightsMissing as missing:
                 unreadable = f"The weights cannot be read on the server: {missing.reason}"
                 reason = unreadable if missing.reason else "The weights are gone."
-                self._fail(group, reason, "user", log)
+                self._fail(group, reason, "user", results)
             except WeightsNotFinite:
-                self._fail(group, "The weights hold values that are not finite.", "user", log)
+                self._fail(group, "The weights hold values that are not finite.", "user", results)
             except WeightsUnfit:
-                self._fail(group, "The weights do not fit this base model.", "server", log)
+                self._fail(group, "The weights do not fit this base model.", "server", results)
             else:
                 self.scheduler.admit(sequence)
                 group.has_begun = True
@@ -290,7 +290,7 @@ class EngineDecoder:
         for sequence in sequences:
             self.slots.unpin(sequence.group.request.weights)
 
-    def _absorb(self, forward: ForwardResult, log: Progress) -> None:
+    def _absorb(self, forward: ForwardResult, results: StepResults) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
             own = slice(span.row, span.row + chunk.stop - chunk.start)
@@ -301,16 +301,16 @@ class EngineDecoder:
                 continue
             group = chunk.sequence.group
             hidden = forward.hidden[own]
-            log.prompt_tokens += chunk.stop - chunk.start
+            results.prompt_tokens += chunk.stop - chunk.start
             if group.request.id not in self._groups:
                 continue  # an earlier page of this prompt failed
             if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
-                self._fail_not_finite(group, log)
+                self._fail_not_finite(group, results)
                 continue
             last = hidden[-1].clone() if chunk.ends_prompt else None
             self.scheduler.memory.store(chunk, last, experts)
 
-    def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
+    def _score(self, group: SequenceGroup, start: int, hidden: torch.Tensor) -> bool:
         """Compute log-probabilities of a page of a prompt; return False if they are not finite."""
         assert group.scores is not None
         rows = group.scores.rows(start, start + len(hidden))
@@ -322,7 +322,7 @@ class EngineDecoder:
                 return False
         return True
 
-    def _first(self, log: Progress) -> list[SequenceState]:
+    def _first(self, results: StepResults) -> list[SequenceState]:
         """Return sequences that are due their first token; finish requests that generate no tokens."""
         found = []
         for sequence in self.scheduler.running:
@@ -330,31 +330,31 @@ class EngineDecoder:
                 continue
             if sequence.group.generates_nothing:
                 sequence.group.finished[0] = sequence.result("length")
-                self._finish(sequence.group, log)
+                self._finish(sequence.group, results)
             else:
                 found.append(sequence)
         return found
 
-    def _read(self, begun: NextTokens, log: Progress) -> None:
+    def _read(self, begun: NextTokens, results: StepResults) -> None:
         """Append its chosen token to each sequence. Waits for the device."""
         for sequence, token, logprob, top in begun.read():
             if not math.isfinite(logprob):
-                self._fail_not_finite(sequence.group, log)
+                self._fail_not_finite(sequence.group, results)
                 continue
             if top is not None:
                 sequence.topk.append(top)
-            self._append(sequence, token, logprob, log)
+            self._append(sequence, token, logprob, results)
 
-    def _append(self, sequence: SequenceState, token: int, logprob: float, log: Progress) -> None:
+    def _append(self, sequence: SequenceState, token: int, logprob: float, results: StepResults) -> None:
         """Append a token to a sequence, and finish the sequence after its last token."""
         request, offset = sequence.group.request, len(sequence.tokens)
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
-        log.decoded_tokens += 1
-        log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
+        results.decoded_tokens += 1
+        results.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
         stopped = has_stopped(token, request, sequence.read_text, self._text)
         if sequence.grammar is not None and not sequence.grammar.advance(token):
-            self._fail(sequence.group, f"response_format: {sequence.grammar.failure}.", "user", log)
+            self._fail(sequence.group, f"response_format: {sequence.grammar.failure}.", "user", results)
             return
         if not (stopped or (sequence.is_full and not sequence.unread)):
             return
@@ -362,20 +362,22 @@ class EngineDecoder:
         self.scheduler.remove(sequence)
         self.slots.unpin(sequence.group.request.weights)
         if len(sequence.group.finished) == request.num_samples:
-            self._finish(sequence.group, log)
+            self._finish(sequence.group, results)
 
-    def _finish(self, group: Group, log: Progress) -> None:
-        log.finished.append((group.request.id, group.output()))
+    def _finish(self, group: SequenceGroup, results: StepResults) -> None:
+        results.finished.append((group.request.id, group.output()))
         self._forget(group)
 
-    def _fail_not_finite(self, group: Group, log: Progress) -> None:
-        self._fail(group, "The model's log-probabilities are not finite.", "user", log)
+    def _fail_not_finite(self, group: SequenceGroup, results: StepResults) -> None:
+        self._fail(group, "The model's log-probabilities are not finite.", "user", results)
 
-    def _fail(self, group: Group, message: str, category: Literal["user", "server"], log: Progress) -> None:
-        log.finished.append((group.request.id, Failure(message, category)))
+    def _fail(
+        self, group: SequenceGroup, message: str, category: Literal["user", "server"], results: StepResults
+    ) -> None:
+        results.finished.append((group.request.id, Failure(message, category)))
         self._forget(group)
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: SequenceGroup) -> None:
         """Remove a request and free its memory."""
         del self._groups[group.request.id]
         for sequence in self.scheduler.cancel(group):

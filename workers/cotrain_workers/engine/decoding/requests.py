@@ -120,7 +120,7 @@ class NewTokens:
 
 
 @dataclass
-class Progress:
+class StepResults:
     """Results of one step, collected while it runs."""
 
     finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)

@@ -1,14 +1,9 @@
 """Scheduler of the decoder: admission by free pages, and fair sharing of a step's tokens. Plain bookkeeping.
 
-Admission. The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
+The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
 first. Within a tenant the oldest sequence is admitted first and the youngest is preempted first. Each step
 advances some sequence. A tenant without running sequences may also preempt a sequence that has generated for a
 minimum lease (`sequence_pages.py`). No sequence starves.
-
-Fairness. A step gives each tenant the same number of tokens per weight, if it has work for them. The
-tenant with the smallest weighted token count, including its next part, is served next. A tenant that generates
-one token per step therefore does not wait for a page of another tenant's prompt. This is the order of weighted
-fair queueing, by finish time (Demers, Keshav, Shenker 1989).
 """
 
 from collections import deque
@@ -19,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from cotrain_workers.engine.decoding.kv_cache import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
+from cotrain_workers.engine.decoding.sequence import SequenceGroup, SequenceState, TenantQueue
 from cotrain_workers.engine.decoding.sequence_pages import (
     Plan,
     SequencePages,
@@ -35,7 +30,13 @@ ROW_CONTEXT = 256
 
 
 class FairShare:
-    """Weighted token count of each tenant. A share that a tenant cannot use is not saved."""
+    """Weighted token count of each tenant. A share that a tenant cannot use is not saved.
+
+    A step gives each tenant the same number of tokens per weight, if it has work for them. The tenant with the smallest
+    count, including its next part, is served next. A tenant that generates one token per step therefore does not wait
+    for a page of another tenant's prompt. This is the order of weighted fair queueing, by finish time (Demers, Keshav,
+    Shenker 1989).
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -104,7 +105,7 @@ class DecodeScheduler:
         """Sequences that hold pages; within a tenant, oldest first."""
         return [sequence for queue in self.queues.values() for sequence in queue.running]
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """Enqueue all sequences of a request."""
         queue = self.queues.setdefault(group.request.tenant, TenantQueue())
         queue.weight = group.request.tenant_weight
@@ -117,7 +118,7 @@ class DecodeScheduler:
         self.memory.strip(sequence)
         self._forget_empty(sequence.group)
 
-    def cancel(self, group: Group) -> list[SequenceState]:
+    def cancel(self, group: SequenceGroup) -> list[SequenceState]:
         """Remove a request and free its memory; return its sequences that were running."""
         queue = self.queues.get(group.request.tenant, TenantQueue())
         ran = queue.cancel(group)
@@ -295,7 +296,7 @@ class DecodeScheduler:
     def _queue(self, sequence: SequenceState) -> TenantQueue:
         return self.queues[sequence.group.request.tenant]
 
-    def _forget_empty(self, group: Group) -> None:
+    def _forget_empty(self, group: SequenceGroup) -> None:
         tenant = group.request.tenant
         if tenant in self.queues and self.queues[tenant].is_empty:
             del self.queues[tenant]

@@ -28,7 +28,7 @@ SKIPPED = -1  # target without a log-probability
 
 
 @dataclass(eq=False)
-class Group:
+class SequenceGroup:
     """A request in progress. Its first sequence computes the prompt, which the others share."""
 
     request: SampleRequest
@@ -128,7 +128,7 @@ class Group:
 class SequenceState:
     """One continuation in progress. Generated tokens survive a preemption, pages do not."""
 
-    group: Group
+    group: SequenceGroup
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -213,7 +213,7 @@ class SequenceState:
 class TenantQueue:
     """Sequences of one tenant."""
 
-    groups: list[Group] = field(default_factory=list)  # requests with waiting sequences, oldest first
+    groups: list[SequenceGroup] = field(default_factory=list)  # requests with waiting sequences, oldest first
     running: list[SequenceState] = field(default_factory=list)  # running sequences, oldest first
     weight: float = 1.0  # weight given by the tenant's newest request
 
@@ -222,7 +222,7 @@ class TenantQueue:
         """True if the tenant has no sequence."""
         return not (self.groups or self.running)
 
-    def wait(self, group: Group) -> None:
+    def wait(self, group: SequenceGroup) -> None:
         """Enqueue the waiting sequences of a request."""
         if group not in self.groups:
             insort(self.groups, group, key=attrgetter("arrival"))
@@ -252,7 +252,7 @@ class TenantQueue:
         sequence.group.wait_again(sequence)
         self.wait(sequence.group)
 
-    def cancel(self, group: Group) -> list[SequenceState]:
+    def cancel(self, group: SequenceGroup) -> list[SequenceState]:
         """Remove a request; return its sequences that were running."""
         if group in self.groups:
             self.groups.remove(group)

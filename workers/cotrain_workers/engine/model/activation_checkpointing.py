@@ -1,14 +1,4 @@
-"""Activation checkpointing: parts of the model keep their tensors for backward, or compute them again.
-
-* `Recompute` switches whole decoder layers. The second forward repeats the first one on the same inputs and under
-  the same route, so no bit of a gradient depends on the choice. It trades time for memory, and may differ between
-  micro-batches. It also runs the model around its layers, for datums that are computed layer by layer
-  (`long_slices.py`).
-* `chunk_rows` divides an MLP into chunks of rows, for a datum whose MLP would not fit into memory as a whole. Its
-  inner values take several times as much memory as its input, and each chunk computes them again in backward. A row
-  has the same bits in every chunk of 32 rows or more. LoRA's gradients are sums over chunks instead of one sum over
-  all rows, so their last bits differ from those of the whole MLP.
-"""
+"""Activation checkpointing: parts of the model keep their tensors for backward, or compute them again."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -37,7 +27,12 @@ class LayerCall:
 
 
 class Recompute:
-    """Recompute switch of the decoder layers of one base model."""
+    """Recompute switch of the decoder layers of one base model.
+
+    The second forward repeats the first one on the same inputs and under the same route, so no bit of a gradient depends
+    on the choice. It trades time for memory, and may differ between micro-batches. The switch also runs the model around
+    its layers, for datums that are computed layer by layer (`long_slices.py`).
+    """
 
     def __init__(self, *, in_tuple: bool = False) -> None:
         self.is_on = False
@@ -96,7 +91,13 @@ class Recompute:
 
 
 def chunk_rows(layers: Iterable[nn.Module], router: Router) -> None:
-    """Make the MLP of each layer compute in chunks where the route has them."""
+    """Make the MLP of each layer compute in chunks of rows where the route has them.
+
+    It serves datums whose MLP would not fit into memory as a whole. The inner values of an MLP take several times as much
+    memory as its input, and each chunk computes them again in backward. A row has the same bits in every chunk of 32 rows or
+    more. LoRA's gradients are sums over chunks instead of one sum over all rows, so their last bits differ from those
+    of the whole MLP.
+    """
     for layer in layers:
         for name in ROW_MODULES:
             module: Any = getattr(layer, name, None)

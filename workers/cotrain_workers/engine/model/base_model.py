@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from cotrain_workers.engine.coordination import Alone, LockStep
-from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, to_device, unordered_writes
+from cotrain_workers.engine.device import is_out_of_memory, to_device, unordered_writes
+from cotrain_workers.engine.host import free_host_bytes
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedLinear, number_of_parameters, quantize
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn

@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.ops import Failure, OptimStep, Output, StepOutput, unknown_run
+from cotrain_workers.engine.ops import Failure, OpId, OptimStep, Output, StepOutput, unknown_run
 
 CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
 #: An Adam step moves a weight by about its learning rate. Above this rate the weights are checked
@@ -158,9 +158,7 @@ def launch(steps: Sequence[Due]) -> None:
     )
 
 
-def take_steps(
-    adapters: Mapping[str, Adapter], ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
-) -> None:
+def take_steps(adapters: Mapping[str, Adapter], ops: Sequence[OptimStep], outputs: dict[OpId, Output]) -> None:
     """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by run.
 
     A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. A step that would make
@@ -169,9 +167,9 @@ def take_steps(
     asked = []
     for op in ops:
         if op.run not in adapters:
-            outputs[op.run, op.seq] = unknown_run()
+            outputs[op.id] = unknown_run()
         elif reason := refuse_step(op) or refuse_type(op, adapters[op.run]):
-            outputs[op.run, op.seq] = Failure(reason, "user")
+            outputs[op.id] = Failure(reason, "user")
         else:
             asked.append(op)
     norms = gradient_norms([adapters[op.run] for op in asked])
@@ -181,10 +179,10 @@ def take_steps(
         step = Due(adapters[op.run], op, norm)
         failure = refuse_gradient(step)
         if failure:
-            outputs[op.run, op.seq] = failure
+            outputs[op.id] = failure
             refused.append(step.adapter)
         else:
-            outputs[op.run, op.seq] = StepOutput(norm)
+            outputs[op.id] = StepOutput(norm)
             due.append(step)
     before = [(step, _copy_of(step.adapter)) for step in due if step.is_risky]
     adamw_steps(due)
@@ -196,7 +194,7 @@ def take_steps(
             adapter.v.copy_(v)
             adapter.step = count
             adapter.weights_changed()
-            outputs[step.op.run, step.op.seq] = too_long(step.op)
+            outputs[step.op.id] = too_long(step.op)
     discard_gradients(refused)
 
 

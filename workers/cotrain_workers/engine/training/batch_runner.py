@@ -24,9 +24,10 @@ from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_row
 from cotrain_workers.engine.ops import Datum, Failure, Pass, ReverseKl
 from cotrain_workers.engine.routing import ImageRows, Route, RowChunks, Segment, SequenceTable
 from cotrain_workers.engine.training.heads import Head, HeadInput, HeadResult, KlHead, References, Referred
-from cotrain_workers.engine.training.long_slices import LongSlice
+from cotrain_workers.engine.training.long_slices import LongSlice, StartedLong
 from cotrain_workers.engine.training.micro_batches import BatchLimits, MicroBatch, OpSlice, PassesCost, Span
-from cotrain_workers.engine.training.pass_state import PassState, collect, give_up, memory_failure
+from cotrain_workers.engine.training.pass_outputs import memory_failure
+from cotrain_workers.engine.training.pass_state import PassState, collect
 
 
 class BatchRunner:
@@ -67,8 +68,8 @@ class BatchRunner:
         collect(batch, passes, results)
         return [*ran, batch]
 
-    def long_slice(self, batch: MicroBatch, passes: Sequence[PassState]) -> LongSlice:
-        """Return the computation of a micro-batch of one long datum, which has not begun."""
+    def start_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> StartedLong:
+        """Return a micro-batch of one long datum, ready for its first layer."""
         route, row = self.route(batch, passes)
         owner, op_slice = passes[batch.op_slices[0].owner], batch.op_slices[0]
         op = owner.op
@@ -81,14 +82,13 @@ class BatchRunner:
             (result,) = yield from self._head.visits([given], hidden, grad)
             return result, grad
 
-        if owner.gradient is not None and owner.results:
-            owner.gradient_before = owner.gradient.flat.clone()
+        before = owner.gradient.flat.clone() if owner.gradient is not None and owner.results else None
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = False
         long = LongSlice(self._base, row, kind, batch.tokens, route, head)
         if self._limits.saves_memory(batch.tokens):
             long.save_memory()
-        return long
+        return StartedLong(long, long.run(), before)
 
     def route(self, batch: MicroBatch, passes: Sequence[PassState]) -> tuple[Route, TokenRow]:
         """Return the adapters of the rows of a micro-batch, and its tokens. Claim the gradients that it needs."""
@@ -205,7 +205,7 @@ class BatchImages:
                     failure = memory_failure(image.tokens)
             if failure is not None:
                 release_memory(self._device)
-                give_up(passes[owner], failure)
+                passes[owner].fail(failure)
                 return owner
             yield
         return None

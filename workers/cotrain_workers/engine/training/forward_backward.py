@@ -31,12 +31,11 @@ from cotrain_workers.engine.training.micro_batches import (
     fill,
     of_one_kind,
 )
+from cotrain_workers.engine.training.pass_outputs import memory_failure
 from cotrain_workers.engine.training.pass_state import (
     PassState,
     collect,
-    finish,
-    give_up,
-    memory_failure,
+    set_outputs,
     upcoming_batch,
 )
 
@@ -94,14 +93,14 @@ class ForwardBackward:
         Then follow the first slices of the others, then more of each.
         """
         for at, state in enumerate(passes):
-            state.cut(at, self._micro_batch_tokens, shares=self._shares_prompts)
+            state.set_slices(at, self._micro_batch_tokens, shares=self._shares_prompts)
         whole = [state.slices for state in passes if state.allowance is None]
         yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
         divided = [state for state in passes if state.allowance is not None and state.slices]
         if divided:
             yield from self._run_divided(divided, passes, cost, is_over)
         with cost.measured():
-            finish(passes)
+            set_outputs(passes)
         if passes:
             self.limits.end_wave()
 
@@ -192,29 +191,28 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        long, work = owner.long, owner.long_work
+        long = owner.long
         try:
-            if long is None or work is None:
+            if long is None:
                 may_suspend &= len(self._long) < MAX_SUSPENDED
-                long = owner.long = self._runner.long_slice(batch, passes)
-                work = owner.long_work = long.run()
+                long = owner.long = self._runner.start_long(batch, passes)
                 if may_suspend:
-                    self._long.add(long)
+                    self._long.add(long.slice)
             else:
-                long.route, _ = self._runner.route(batch, passes)
+                long.slice.route, _ = self._runner.route(batch, passes)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            long = work = None
-        while long is not None and work is not None:
+            long = None
+        while long is not None:
             ran_out = False
             with cost.measured():
                 try:
                     with self.watch(upcoming_batch(batch, passes)):
-                        next(work)
+                        next(long.work)
                 except StopIteration as end:
-                    owner.long = owner.long_work = owner.gradient_before = None
-                    self._long.discard(long)
+                    owner.long = None
+                    self._long.discard(long.slice)
                     cost.padded_tokens += batch.padded_tokens - batch.tokens
                     _count(owner, batch.tokens, cost)
                     owner.long_counted = 0
@@ -226,13 +224,13 @@ class ForwardBackward:
                     ran_out = True
             if ran_out:
                 break
-            _count(owner, long.done_tokens, cost)
-            if may_suspend and long.may_stop and is_over():
-                long.suspend()
+            _count(owner, long.slice.done_tokens, cost)
+            if may_suspend and long.slice.may_stop and is_over():
+                long.slice.suspend()
                 return
             yield
         # Memory ran out. Here the exception is released, and with it the tensors that its frames held.
-        del long, work
+        del long
         with cost.measured():
             self._undo_long(owner)
             self._requeue(batch, passes, waiting, cost)
@@ -241,7 +239,7 @@ class ForwardBackward:
     def _undo_long(self, owner: PassState) -> None:
         """Undo a long datum that ran out of memory."""
         if owner.long is not None:
-            self._long.discard(owner.long)
+            self._long.discard(owner.long.slice)
         owner.undo_long()
         release_memory(self._device)
 
@@ -289,7 +287,7 @@ class ForwardBackward:
                 self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
             case Fail(tokens):
-                give_up(owner, memory_failure(tokens))
+                owner.fail(memory_failure(tokens))
                 _drop(waiting, op_slice.owner)
             case Split(first, second, cuts_slice):
                 if cuts_slice:

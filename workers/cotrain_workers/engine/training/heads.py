@@ -3,14 +3,10 @@
 A head is the frozen unembedding with its loss. Each computes its values and the gradient of the hidden states in one
 visit of each row. No `[T, vocabulary]` tensor exists. The result of a slice depends on that slice alone.
 
-**Log-probabilities.** Slices are cut into chunks, whose boundaries depend on the slice alone. Losses, log-probabilities
+Slices are cut into chunks, whose boundaries depend on the slice alone. Losses, log-probabilities
 and LoRA are computed chunk by chunk. The products with the frozen weight cover many chunks at once: each row has the
 same bits in any product of at least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradients
 depend on a neighbour.
-
-**Reverse KL**, over whole distributions: with `p` the run's and `q` the reference's softmax of logits / T, per target,
-`KL = sum_v p_v (log p_v - log q_v)` and `d KL / d logit_v = p_v (log p_v - log q_v - KL) / T`. The forward of the
-references is computed here, too.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from cotrain_workers.engine.training.losses import (
     value,
     value_and_slope,
 )
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut_op, fill
 
 # Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
 FEWEST_ROWS = 32
@@ -235,7 +231,11 @@ def result_of(chunks: Sequence[HeadChunk]) -> HeadResult:
 
 
 class KlHead:
-    """Frozen unembedding under two adapters at once."""
+    """Reverse KL over whole distributions: the frozen unembedding under two adapters at once.
+
+    With `p` the run's and `q` the reference's softmax of logits / T, per target, `KL = sum_v p_v (log p_v - log q_v)`
+    and `d KL / d logit_v = p_v (log p_v - log q_v - KL) / T`.
+    """
 
     def __init__(self, weight: torch.Tensor, softcap: float | None, chunk_rows: int) -> None:
         self._weight = weight
@@ -311,7 +311,7 @@ class References:
         op_slices = [
             op_slice
             for at, own in enumerate(datums)
-            for op_slice in cut(at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False)
+            for op_slice in cut_op(at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False)
         ]
         batches = fill(op_slices, limit)
         hidden: list[list[torch.Tensor]] = [[] for _ in asked]

@@ -140,3 +140,12 @@ class LongSlice:
             self.done += 1
             yield
         return result
+
+
+@dataclass(frozen=True)
+class StartedLong:
+    """Long datum of which a part has run."""
+
+    slice: LongSlice
+    work: Yielding[HeadResult]  # remaining computation, of `slice.run`
+    gradient_before: torch.Tensor | None  # copy from before it, if other slices of its pass have run before

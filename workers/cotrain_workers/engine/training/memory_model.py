@@ -18,7 +18,8 @@ import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.coordination import run_to_end
-from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
+from cotrain_workers.engine.device import is_out_of_memory
+from cotrain_workers.engine.host import free_host_bytes
 from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS, RecomputePolicy
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.ops import Datum, Failure, Pass

@@ -2,10 +2,6 @@
 
 The cuts of an op depend on the op alone, so its sums do not depend on its neighbours.
 
-Neighbouring datums of a pass that share a prompt share its rows. The first datum of a group has all of its rows in the
-packed row. Each other one has only the rows after the prompt, whose queries attend to the prompt's keys and values of
-the first. So gradients of the prompt add up from all of them. The head still receives every row of every datum.
-
 When a micro-batch runs out of memory, `after_oom` chooses the remedy, and `BatchLimits` makes the next ones smaller for
 a while.
 """
@@ -104,7 +100,7 @@ class PassesCost:
         self.seconds += time.perf_counter() - began
 
 
-def cut(
+def cut_op(
     owner: int,
     lengths: Sequence[int],
     columns: Sequence[int],
@@ -153,6 +149,10 @@ def shared_prompts(datums: Sequence[Datum]) -> list[int]:
     """Return, for each datum, how many of its first tokens are those of the first datum of its group; 0 for that one.
 
     Groups are neighbours. A datum joins the group before it if more tokens are then saved in the group.
+
+    The first datum of a group has all of its rows in the packed row. Each other one has only the rows after the prompt,
+    whose queries attend to the prompt's keys and values of the first. So gradients of the prompt add up from all of
+    them. The head still receives every row of every datum.
     """
     shared = [0] * len(datums)
     first, prompt = 0, 0

@@ -9,31 +9,25 @@ from itertools import count
 import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
-from cotrain_workers.engine.coordination import Yielding
+from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, is_all_finite
 from cotrain_workers.engine.ops import (
     Datum,
     Failure,
     KlDatum,
+    OpId,
     Pass,
     PassOutput,
     ReverseKl,
     ReverseKlOutput,
     UpcomingBatch,
 )
-from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
-from cotrain_workers.engine.training.drift import drift, lag
 from cotrain_workers.engine.training.heads import HeadResult
-from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, Span, cut, shared_prompts, spans_of
+from cotrain_workers.engine.training.long_slices import StartedLong
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, Span, cut_op, shared_prompts, spans_of
+from cotrain_workers.engine.training.pass_outputs import not_finite, output_of, record_steepest
 
-#: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
-FAR_APART = 80.0
 #: Loss above which the steepest target of a pass is recorded, in case its gradient is too large for a step.
 STEEP_LOSS = 1e9
-#: Weights above this explain a loss that is not finite better than the data.
-LARGE_WEIGHT = 1e6
 _TIMES = count()
 
 
@@ -51,14 +45,12 @@ class PassState:
     shared: Sequence[int] = ()  # first tokens of each datum that equal those of the first datum of its group
     rows: int = 0  # tokens of the slices that have run
     rows_before: int = 0  # `done_rows` at the start of this cycle
-    long: LongSlice | None = None  # first of `slices`, if a part of it has run: a datum longer than a micro-batch
-    long_work: Yielding[HeadResult] | None = None  # remaining computation of `long`
+    long: StartedLong | None = None  # first of `slices`, if a part of it has run: a datum longer than a micro-batch
     long_counted: int = 0  # tokens of `long` that are in the cost of this or an earlier cycle
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
-    gradient_before: torch.Tensor | None = None  # copy from before `long`, if other slices have run before it
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
-    is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
+    is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close_gradient`
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
     def rows_of(self, op_slice: OpSlice) -> int:
@@ -90,7 +82,7 @@ class PassState:
     @property
     def done_rows(self) -> int:
         """Number of tokens that have run, including the finished part of a long datum."""
-        return self.rows + (self.long.done_tokens if self.long else 0)
+        return self.rows + (self.long.slice.done_tokens if self.long else 0)
 
     @property
     def rows_now(self) -> int:
@@ -115,12 +107,13 @@ class PassState:
         datums = self.op.datums[op_slice.first : op_slice.last]
         return spans_of(start, [len(datum.tokens) for datum in datums], shared) if any(shared) else []
 
-    def cut(self, at: int, limit: int, *, shares: bool) -> None:
+    def set_slices(self, at: int, limit: int, *, shares: bool) -> None:
         """Cut the pass, with index `at` among the running ones, into slices of at most `limit` rows.
 
-        With `shares`, neighbouring datums share the rows of a common prompt.
+        The rest of an open pass keeps the cuts of its start. With `shares`, neighbouring datums share the rows of a
+        common prompt.
         """
-        if self.rows or self.long:  # the rest of an open pass was cut when it started
+        if self.rows or self.long:
             self.slices = deque(replace(each, owner=at) for each in self.slices)
             return
         self.shapes = [datum.shape for datum in self.op.datums]
@@ -131,23 +124,55 @@ class PassState:
         self.shared = [0] * len(lengths)
         if shares and isinstance(self.op, Pass):
             self.shared = shared_prompts(self.op.datums)
-        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad, shared=self.shared))
+        self.slices = deque(cut_op(at, lengths, columns, limit, needs_grad=self.op.needs_grad, shared=self.shared))
         if not self.slices:
             self.output = output_of(self.op, [], 0.0, 0)
 
     def undo_long(self) -> None:
         """Drop a long datum that ran out of memory, and its share of the gradient."""
-        self.long = self.long_work = None
-        before, self.gradient_before = self.gradient_before, None
+        before = self.long.gradient_before if self.long else None
+        self.long = None
         # Without the copy of earlier slices' sums, nothing has been added to them.
         if self.gradient is not None and (before is not None or not self.results):
             self.gradient.discard()
             if before is not None:
                 self.gradient.flat.copy_(before)
 
+    def close_gradient(self) -> None:
+        """Keep the gradient of the complete pass if all of its results are finite; otherwise discard it.
+
+        The device decides, and the host does not wait for it: it reads the verdict in `set_outputs`.
+        """
+        verdicts = [torch.isfinite(self.total_loss())]
+        verdicts += [is_all_finite(result.found) for result in self.results]
+        if self.gradient is not None:
+            verdicts.append(self.adapter.is_finite(self.gradient))
+        self.is_finite = torch.stack(verdicts).all()
+        if self.gradient is not None:
+            self.adapter.add(self.gradient, self.is_finite)
+            if self.gradient is not self.adapter.gradient:
+                self.gradient = None
+
+    def total_loss(self) -> torch.Tensor:
+        """Return the loss of all slices, a float64 scalar on the device, added in the order of slices."""
+        total = self.results[0].loss
+        for result in self.results[1:]:
+            total = total + result.loss
+        return total
+
+    def fail(self, failure: Failure) -> None:
+        """Fail the incomplete pass and undo it."""
+        if self.gradient is not None:
+            self.adapter.take_back(self.gradient)
+            self.gradient = None
+        self.long = None
+        self.slices.clear()
+        self.results.clear()
+        self.output = failure
+
 
 def collect(batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Mapping[OpSlice, HeadResult]) -> None:
-    """Store the result of each slice, and close the complete passes."""
+    """Store the result of each slice, and close the gradients of complete passes."""
     for op_slice in batch.op_slices:
         state = passes[op_slice.owner]
         ran = state.slices.popleft()
@@ -156,26 +181,10 @@ def collect(batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Map
         state.results.append(result_by_slice[op_slice])
     for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices):
         if not passes[at].slices:
-            close(passes[at])
+            passes[at].close_gradient()
 
 
-def close(done: PassState) -> None:
-    """Keep the gradient of a complete pass if all of its results are finite; otherwise discard it.
-
-    The device decides, and the host does not wait for it: it reads the verdict in `finish`.
-    """
-    verdicts = [torch.isfinite(total_loss(done))]
-    verdicts += [is_all_finite(result.found) for result in done.results]
-    if done.gradient is not None:
-        verdicts.append(done.adapter.is_finite(done.gradient))
-    done.is_finite = torch.stack(verdicts).all()
-    if done.gradient is not None:
-        done.adapter.add(done.gradient, done.is_finite)
-        if done.gradient is not done.adapter.gradient:
-            done.gradient = None
-
-
-def finish(passes: Sequence[PassState]) -> None:
+def set_outputs(passes: Sequence[PassState]) -> None:
     """Set the outputs of complete passes without one. Waits for the device, once."""
     left = [each for each in passes if each.output is None and not each.slices]
     for done, values in zip(left, values_on_host(left), strict=True):
@@ -196,7 +205,7 @@ def values_on_host(passes: Sequence[PassState]) -> list[np.ndarray]:
     if not passes:
         return []
     parts = [
-        [torch.stack([total_loss(done), done.is_finite.double()])]
+        [torch.stack([done.total_loss(), done.is_finite.double()])]
         + [result.found.flatten().float().double() for result in done.results]
         for done in passes
         if done.is_finite is not None
@@ -212,104 +221,6 @@ def per_datum(done: PassState, found: np.ndarray) -> list[np.ndarray]:
     return [each.reshape(shape) for each, shape in zip(values, done.shapes, strict=True)]
 
 
-def total_loss(done: PassState) -> torch.Tensor:
-    """Return the loss of all slices, a float64 scalar on the device, added in the order of slices."""
-    total = done.results[0].loss
-    for result in done.results[1:]:
-        total = total + result.loss
-    return total
-
-
-def give_up(failed: PassState, failure: Failure) -> None:
-    """Fail an incomplete pass and undo it."""
-    if failed.gradient is not None:
-        failed.adapter.take_back(failed.gradient)
-        failed.gradient = None
-    failed.long = failed.long_work = None
-    failed.slices.clear()
-    failed.results.clear()
-    failed.output = failure
-
-
-def output_of(
-    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float, rows: int
-) -> PassOutput | ReverseKlOutput:
-    """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or divergences, per datum."""
-    if not isinstance(op, ReverseKl):
-        metrics = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
-        tokens = sum(len(datum.tokens) for datum in op.datums)
-        return PassOutput(found, loss_sum, {**metrics, **lag(op)}, tokens - rows)
-    weights = [datum.weights for datum in op.datums]
-    return ReverseKlOutput(
-        losses=[w * kl for w, kl in zip(weights, found, strict=True)],
-        loss_sum=loss_sum,
-        kl_sum=float(sum(kl.sum(dtype=np.float64) for kl in found)),
-        weighted_tokens=sum(int(np.count_nonzero(w)) for w in weights),
-    )
-
-
-def memory_failure(tokens: int) -> Failure:
-    """Return the failure of a pass with a datum of `tokens` tokens that does not fit into memory."""
-    return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
-
-
-def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> None:
-    """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper one."""
-    for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
-        loss = loss_of(op, [datum])
-        config = {**loss.defaults, **op.loss_config}
-        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in inputs_of(op, loss)}
-        slope, at = steepest_target(loss, torch.from_numpy(now), inputs, config)
-        if adapter.steepest is None or slope > adapter.steepest.slope:
-            index = ", ".join(str(axis) for axis in np.unravel_index(at, now.shape))
-            recorded = datum.inputs["logprobs"].flat[at] if "logprobs" in loss.inputs else None
-            adapter.steepest = Steepest(op.seq, number, index, slope, float(now.flat[at]), recorded)
-
-
-def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapter) -> Failure:
-    """Return the failure of a pass whose loss, log-probabilities or gradient are not finite."""
-    discarded = "; the gradient was discarded" if op.needs_grad else ""
-    why = broken_weights(adapter)
-    if not why and isinstance(op, Pass):
-        if op.graph is None:
-            why = too_far_apart(op, found)
-        else:
-            why = broken_datum(op.graph, op.datums, found, needs_grad=op.needs_grad)
-    return Failure(f"Loss is not finite (seq {op.seq}){discarded}.{why}", "user", "not_finite")
-
-
-def broken_weights(adapter: Adapter) -> str:
-    """Return a sentence on weights that are not finite or far too large, with the remedy; "" for others."""
-    low, high = adapter.weights.aminmax()
-    largest = max(-float(low), float(high))
-    if largest <= LARGE_WEIGHT:
-        return ""
-    state = f"reach {largest:.3g}" if math.isfinite(largest) else "are not finite"
-    return (
-        f" The run's own weights {state}, so every pass fails: load an earlier checkpoint (load_state), or make"
-        " a new run, and step with a smaller learning_rate."
-    )
-
-
-def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
-    """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if there is none."""
-    signs = loss_of(op, op.datums).unbounded_for
-    for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
-        if not signs:
-            break
-        then, advantages = datum.inputs["logprobs"], datum.inputs["advantages"]
-        (far,) = np.nonzero(np.isin(np.sign(advantages), signs) & (now - then > FAR_APART))
-        if len(far):
-            target = int(far[0])
-            return (
-                f" data[{number}].loss_fn_inputs.logprobs[{target}] is {then[target]:.6g}, and the target's"
-                f" log-probability is {now[target]:.6g} now: {op.loss_fn} multiplies by exp of the"
-                " difference, which float32 cannot hold. Set that token's advantage to 0, or use cispo,"
-                " which bounds the ratio."
-            )
-    return ""
-
-
 def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
     """Return the size of a micro-batch that runs next."""
     largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
@@ -318,7 +229,7 @@ def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBa
         for op_slice in batch.op_slices
         for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
     )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+    return UpcomingBatch(largest.id, batch.tokens, max(lengths), batch.needs_grad)
 
 
 class OpenPasses:
@@ -335,7 +246,7 @@ class OpenPasses:
         return op_id in self.ids
 
     @property
-    def ids(self) -> frozenset[tuple[str, int]]:
+    def ids(self) -> frozenset[OpId]:
         """Open passes, by (run, seq)."""
         return frozenset((run, state.op.seq) for run, state in list(self._state_by_run.items()))
 
@@ -350,7 +261,7 @@ class OpenPasses:
         if state is not None:
             state.adapter.drop_open_gradient()
 
-    def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
+    def take(self, first_by_run: Mapping[str, int]) -> dict[OpId, PassState]:
         """Remove and return the open passes that come next in their runs, by (run, seq).
 
         Drop other open passes of these runs.

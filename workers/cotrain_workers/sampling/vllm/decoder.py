@@ -21,10 +21,10 @@ import structlog
 
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, SumsUnusable
-from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, SampleRequest
+from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest, StepResults
 from cotrain_workers.engine.ops import Failure, WeightsMissing
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.sampling.vllm.adapters import AdapterCopies, VllmAdapters, VllmUnusable, check_server
+from cotrain_workers.sampling.vllm.adapters import AdapterCopies, VllmAdapters
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
@@ -37,6 +37,7 @@ from cotrain_workers.sampling.vllm.client import (
     refusal,
     sample_output,
 )
+from cotrain_workers.sampling.vllm.server_check import VllmUnusable, check_server
 
 log = structlog.get_logger()
 
@@ -123,9 +124,9 @@ class VllmDecoder:
         if job and job.answer:
             job.answer.cancel()
 
-    def step(self) -> Progress:
+    def step(self) -> StepResults:
         """Collect the answers since the last step, and send requests whose folder has been written."""
-        progress = Progress()  # nothing is streamed: a sequence arrives when it is whole
+        results = StepResults()  # nothing is streamed: a sequence arrives when it is whole
         for job in list(self._jobs.values()):
             if job.answer is None:
                 self._begin(job)
@@ -133,11 +134,11 @@ class VllmDecoder:
                 continue
             del self._jobs[job.request.id]
             output = _outcome(job.request, job.answer)
-            progress.finished.append((job.request.id, output))
+            results.finished.append((job.request.id, output))
             if isinstance(output, SampleOutput):
-                progress.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
-                progress.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
-        return progress
+                results.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
+                results.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
+        return results
 
     def drop_weights(self, key: str) -> None:
         """Unload an adapter once it is unused, unless other weights have the same content."""

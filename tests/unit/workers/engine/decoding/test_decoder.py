@@ -187,7 +187,7 @@ UNSCORED: dict[str, Any] = {"prompt_logprobs": False, "topk_prompt_logprobs": 0,
 
 
 @pytest.mark.numerics
-def test_states_follow_pages(new_engine: NewEngine) -> None:
+def test_samples_of_a_hybrid_have_the_bits_of_each_alone_cached_and_after_preemption(new_engine: NewEngine) -> None:
     engine = new_engine("qwen3_5")
     weights = trained_weights(engine)
     # A prompt ends with a page, or within one that three samples share until each copies it.
@@ -221,7 +221,9 @@ SPECS = {
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("family", [variant(SOME[0]), *SOME[1:]])
-def test_samples_of_experts(new_engine: NewEngine, family: str) -> None:
+def test_samples_of_mixtures_have_the_bits_of_each_alone_and_the_trainers_logprobs(
+    new_engine: NewEngine, family: str
+) -> None:
     engine = new_engine(family)
     weights = {run: random_weights(engine, run, spec) for run, spec in SPECS.items()}
     requests = [

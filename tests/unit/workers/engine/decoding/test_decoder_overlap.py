@@ -11,7 +11,7 @@ import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.next_tokens import DrawParams, choose
-from cotrain_workers.engine.decoding.requests import Progress
+from cotrain_workers.engine.decoding.requests import StepResults
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights
 from tests.support.decoding import (
@@ -88,9 +88,9 @@ def test_a_token_after_a_stop_is_computed_once_and_never_returned(
 
     decoder.add(mine)
     while decoder.busy:
-        progress = decoder.step()
-        seen += [token for new in progress.tokens for token in new.tokens]
-        assert progress.decoded_tokens == 1
+        results = decoder.step()
+        seen += [token for new in results.tokens for token in new.tokens]
+        assert results.decoded_tokens == 1
 
     assert seen == unstopped[: first + 1]
     # One row for the prompt, one for each token but the last, and one after the last.
@@ -118,10 +118,10 @@ def test_a_new_request_begins_with_the_next_call_but_one(new_engine: NewEngine) 
 
     decoder.add(request("second", np.arange(9), max_tokens=2, tenant="b"))
 
-    seen: list[Progress] = [decoder.step() for _ in range(4)]
-    assert [name for progress in seen for name, _ in progress.finished] == ["second"]
+    seen: list[StepResults] = [decoder.step() for _ in range(4)]
+    assert [name for results in seen for name, _ in results.finished] == ["second"]
     # A call reads the row started before. The next call starts the prompt, and returns its first token.
-    counts = [[new.request for new in progress.tokens] for progress in seen]
+    counts = [[new.request for new in results.tokens] for results in seen]
     assert counts[0] == ["first"]
     assert "second" in counts[1]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cotrain_workers.engine.decoding.kv_cache import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from cotrain_workers.engine.decoding.sequence import SequenceGroup, SequenceState
 from cotrain_workers.engine.decoding.sequence_pages import LEASE_TOKENS, Plan, Work
 from tests.support.decoding import request
 
@@ -47,13 +47,13 @@ class Pretender:
 
     def add(
         self, arrival: int, prompt: list[int], num_samples: int, more: int, tenant: str = "", weight: float = 1.0
-    ) -> Group:
+    ) -> SequenceGroup:
         each = request(f"r{arrival}", np.array(prompt), num_samples=num_samples, tenant=tenant, tenant_weight=weight)
-        group = Group(each, arrival, PAGE, len(prompt) + more, None)
+        group = SequenceGroup(each, arrival, PAGE, len(prompt) + more, None)
         self.scheduler.add(group)
         return group
 
-    def of(self, group: Group) -> list[SequenceState]:
+    def of(self, group: SequenceGroup) -> list[SequenceState]:
         """Return the sequences of a request that have begun."""
         return [sequence for sequence in self.begun.values() if sequence.group is group]
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
+from cotrain_workers.engine.decoding.sequence import SequenceGroup, SequenceState, TenantQueue
 from cotrain_workers.engine.decoding.sequence_pages import LEASE_TOKENS, victims_for_weights
 from tests.support.decoding import request
 
@@ -22,7 +22,7 @@ def queues(*running: tuple[str, str, int]) -> dict[str, TenantQueue]:
     found: dict[str, TenantQueue] = {}
     for arrival, (tenant, weights, tokens) in enumerate(running):
         asked = request(f"r{arrival}", np.array([1]), weights, tenant=tenant)
-        sequence = Group(asked, arrival, PAGE, 10_000, None).next()
+        sequence = SequenceGroup(asked, arrival, PAGE, 10_000, None).next()
         assert sequence is not None
         sequence.tokens.extend([0] * tokens)
         found.setdefault(tenant, TenantQueue()).running.append(sequence)

@@ -17,7 +17,7 @@ from cotrain_workers.engine.lora import segmented as lora
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import micro_batches
-from cotrain_workers.engine.training.pass_state import memory_failure
+from cotrain_workers.engine.training.pass_outputs import memory_failure
 from tests.support.draws import variant
 from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
@@ -87,7 +87,7 @@ def test_running_out_of_memory_in_backward_leaves_no_partial_sums(
     out = troubled.run(passes(0))
 
     assert calls[0] > failing_call
-    assert out.outputs.keys() == {(op.run, op.seq) for op in passes(0)}
+    assert out.outputs.keys() == {op.id for op in passes(0)}
     assert_same_states(troubled, untroubled)
 
 

@@ -25,7 +25,7 @@ from cotrain_workers.engine.training import batch_runner
 from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.heads import HeadResult
-from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, StartedLong
 from cotrain_workers.engine.training.micro_batches import Budget
 from tests.support import tiny_models
 from tests.support.draws import variant
@@ -172,7 +172,7 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sums then have other last bits, and the next one does not fail first."""
-    engine, begin = begun(new_engine, recompute="always"), BatchRunner.long_slice
+    engine, begin = begun(new_engine, recompute="always"), BatchRunner.start_long
     kinds: list[type] = []
 
     class Full(list[torch.Tensor]):
@@ -180,13 +180,14 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
         def append(self, _: torch.Tensor) -> None:
             raise torch.OutOfMemoryError
 
-    def begin_full(*given: Any) -> LongSlice:
-        long = begin(*given)
-        kinds.append(type(long.inputs))
-        long.inputs = Full() if isinstance(long.inputs, list) else long.inputs
-        return long
+    def begin_full(*given: Any) -> StartedLong:
+        started = begin(*given)
+        kinds.append(type(started.slice.inputs))
+        if isinstance(started.slice.inputs, list):
+            started.slice.inputs = Full()
+        return started
 
-    monkeypatch.setattr(BatchRunner, "long_slice", begin_full)
+    monkeypatch.setattr(BatchRunner, "start_long", begin_full)
     exact = []
     for _ in range(2):
         output = engine.run([long_pass()])
@@ -206,8 +207,9 @@ def test_tokens_count_once_if_memory_runs_out_in_a_later_cycle(new_engine: NewEn
         yield from ()
         raise torch.OutOfMemoryError
 
-    state.long_work = run_out()
-    while (op.run, op.seq) not in cycles[-1].outputs:
+    assert state.long
+    state.long = replace(state.long, work=run_out())
+    while op.id not in cycles[-1].outputs:
         cycles.append(_cycle(engine, [op]))
 
     assert isinstance(cycles[-1].outputs[op.run, op.seq], PassOutput) == (recompute == "always")
@@ -262,7 +264,7 @@ def test_a_datum_suspended_after_every_layer_has_the_same_bits(
 
 
 def _cycle(engine: Engine, ops: list[Op], *, allowances: bool = True) -> Any:
-    limits = {(op.run, op.seq): 1 for op in ops if isinstance(op, Pass)} if allowances else {}
+    limits = {op.id: 1 for op in ops if isinstance(op, Pass)} if allowances else {}
     return drive(engine.cycle(ops, limits, lambda: allowances), lambda: None)[0]
 
 
@@ -275,8 +277,8 @@ def test_two_suspended_datums_both_finish(new_engine: NewEngine) -> None:
     finished = []
     for _ in range(60):
         output = _cycle(engine, open_ops)
-        finished += [op.run for op in open_ops if (op.run, op.seq) in output.outputs]
-        open_ops = [op for op in open_ops if (op.run, op.seq) not in output.outputs]
+        finished += [op.run for op in open_ops if op.id in output.outputs]
+        open_ops = [op for op in open_ops if op.id not in output.outputs]
         if not open_ops:
             break
     assert sorted(finished) == ["long", "other"]

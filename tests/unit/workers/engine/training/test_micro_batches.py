@@ -28,7 +28,7 @@ from cotrain_workers.engine.training.micro_batches import (
     Recompute,
     Split,
     after_oom,
-    cut,
+    cut_op,
     fill,
     shared_prompts,
     spans_of,
@@ -43,7 +43,7 @@ lengths = st.lists(st.integers(1, 40), max_size=12)
 def test_slices_cover_an_op_in_order_and_never_split_a_datum(
     lengths: list[int], limit: int, columns: list[int]
 ) -> None:
-    op_slices = list(cut(0, lengths, columns, limit, needs_grad=True))
+    op_slices = list(cut_op(0, lengths, columns, limit, needs_grad=True))
 
     covered = [at for op_slice in op_slices for at in range(op_slice.first, op_slice.last)]
     assert covered == list(range(len(lengths)))
@@ -60,7 +60,7 @@ def test_micro_batches_have_every_slice_once_with_gradients_first(
     op_slices = [
         op_slice
         for owner, (op, needs_grad) in enumerate(ops)
-        for op_slice in cut(owner, op, [1] * len(op), limit, needs_grad=needs_grad)
+        for op_slice in cut_op(owner, op, [1] * len(op), limit, needs_grad=needs_grad)
     ]
 
     batches = fill(op_slices, limit)
@@ -80,13 +80,13 @@ def test_a_bucket_fits_its_tokens_with_little_filler(tokens: int) -> None:
 
 
 def test_slices_that_fit_one_micro_batch_are_one_micro_batch() -> None:
-    op_slices = [p for owner in range(8) for p in cut(owner, [16, 16], [1, 1], 256, needs_grad=owner % 2 == 0)]
+    op_slices = [p for owner in range(8) for p in cut_op(owner, [16, 16], [1, 1], 256, needs_grad=owner % 2 == 0)]
 
     assert len(fill(op_slices, 256)) == 1
 
 
 def test_slices_of_a_micro_batch_follow_one_another_in_their_order() -> None:
-    op_slices = [p for owner in (2, 0, 1) for p in cut(owner, [8, 5], [1, 1], 8, needs_grad=True)]
+    op_slices = [p for owner in (2, 0, 1) for p in cut_op(owner, [8, 5], [1, 1], 8, needs_grad=True)]
 
     (batch,) = fill(op_slices, 256)
 
@@ -221,7 +221,7 @@ def test_groups_are_neighbours_with_the_longest_worthwhile_prompt() -> None:
 
 def test_slices_are_cut_by_their_rows() -> None:
     lengths, shared = [100, 100, 100, 30], [0, 90, 90, 0]
-    slices = [*cut(0, lengths, [1] * 4, 120, needs_grad=True, shared=shared)]
+    slices = [*cut_op(0, lengths, [1] * 4, 120, needs_grad=True, shared=shared)]
     # The third begins a slice, so it has all of its rows.
     assert [(each.first, each.last, each.tokens) for each in slices] == [(0, 3, 120), (3, 4, 30)]
     halves = OpSlice(0, 0, 4, 150, needs_grad=True).halves(lengths, shared)

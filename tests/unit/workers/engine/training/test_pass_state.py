@@ -16,7 +16,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Output, Pass, ReverseKl, Save
 from cotrain_workers.engine.running_cycle import next_wave
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.pass_state import memory_failure
+from cotrain_workers.engine.training.pass_outputs import memory_failure
 from tests.support.draws import variant
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.open_passes import LENGTHS, ONE_LAYER, SLICE, a_pass, a_step, assert_same_outputs, one_cycle
@@ -31,9 +31,9 @@ def slice_by_slice(engine: Engine, ops: Sequence[Op]) -> Iterator[CycleOutput]:
     """Run ops with one slice of a pass per cycle, until all are done. Yield each cycle."""
     left = list(ops)
     while left:
-        allowances = {(op.run, op.seq): 1 for op in left if isinstance(op, Pass | ReverseKl)}
+        allowances = {op.id: 1 for op in left if isinstance(op, Pass | ReverseKl)}
         cycle = run_to_end(engine.cycle(left, allowances))
-        left = [op for op in left if (op.run, op.seq) not in cycle.outputs]
+        left = [op for op in left if op.id not in cycle.outputs]
         yield cycle
 
 
@@ -210,7 +210,7 @@ def test_an_open_pass_delays_only_its_own_run(new_engine: NewEngine) -> None:
 
     out = one_cycle(engine, [*of_a, *of_b], a4=20)
 
-    assert out.outputs.keys() == {(op.run, op.seq) for op in of_b}
+    assert out.outputs.keys() == {op.id for op in of_b}
     out = one_cycle(engine, of_a, a4=1000, a5=1)
     assert out.outputs.keys() == {("a", 4)}
     assert out.open_tokens == {("a", 5): LENGTHS[0]}
@@ -270,8 +270,8 @@ def test_an_invalid_pass_fails_at_once_and_delays_no_other(new_engine: NewEngine
 def test_a_wave_ends_for_a_run_with_its_first_divisible_pass() -> None:
     ops = [a_pass(1), a_pass(2), a_pass(3), a_pass(1, "b"), a_pass(2, "b")]
     wave, later = next_wave(ops, {("a", 2): 5, ("a", 3): 5})
-    assert [(op.run, op.seq) for op in wave] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-    assert [(op.run, op.seq) for op in later] == [("a", 3)]
+    assert [op.id for op in wave] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert [op.id for op in later] == [("a", 3)]
 
 
 def out_of_memory_above(engine: Engine, most: int) -> list[int]:

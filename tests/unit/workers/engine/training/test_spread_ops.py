@@ -74,14 +74,12 @@ def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(new_engine: NewE
         expected.update(one_by_one.run([op]).outputs)
     while any(left.values()):
         ops = [op for run in left for op in of_one_cycle(left[run][: draw.randrange(6)])]
-        allowances = {
-            (op.run, op.seq): draw.randint(1, sum(THREE)) for op in ops if isinstance(op, Pass) and draw.random() < 0.5
-        }
+        allowances = {op.id: draw.randint(1, sum(THREE)) for op in ops if isinstance(op, Pass) and draw.random() < 0.5}
         is_over = iter([False] * draw.choice((0, 1, 2, 99)))
         out = run_to_end(spread.cycle(ops, allowances, partial(next, is_over, True)))
         for op_id, output in out.outputs.items():
             assert_same_output(output, expected[op_id])
-        left = {run: [op for op in ops if (op.run, op.seq) not in out.outputs] for run, ops in left.items()}
+        left = {run: [op for op in ops if op.id not in out.outputs] for run, ops in left.items()}
     for run in left:
         assert same_bits(spread.adapters.state(run), one_by_one.adapters.state(run))
 
