@@ -15,8 +15,6 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.traces import traceparent_of
-from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
-from cotrain_store.monitoring.logs_and_traces import traceparent_of
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, PassProgress, StepOutput
 from cotrain_workers.results import StepCommit, StepRun, op_rows
 from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
