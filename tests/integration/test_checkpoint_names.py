@@ -16,7 +16,7 @@ from cotrain_store.messages.runs import (
     SaveRecords,
     external_folder,
 )
-from cotrain_store.weights import Checkpoints
+from cotrain_store.tenants.checkpoints import Checkpoints
 from tests.support.samples import Samples, ref_of
 
 A = TenantId("a")
