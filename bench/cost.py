@@ -26,9 +26,10 @@ from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.record import Args, Options, Report, show
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.lora_kernel import FAMILIES, KernelLora, LoraTables, siblings_of
 from cotrain_workers.engine.decoding.page_kernel import KernelAttention, graph_tables
-from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
-from cotrain_workers.engine.decoding.step import Grouped, GroupedLora, Lora, MixedStep, RowLora
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, padded_rank, slot_layout
+from cotrain_workers.engine.decoding.step import Lora, MixedStep, RowLora
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep
 from tests.support.fake_cuda import Launch, LaunchLog, counts
@@ -167,7 +168,7 @@ def flops(launch: Launch) -> float:
             return 2.0 * int(rows[0]) * len(weights) * size(weights[0][1:])
         case "lora_expand_back":
             return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
-        case "mm" | "_grouped_mm" | "bmm" | "linear":
+        case "mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
             return 2.0 * size(left) * int(right[0 if launch.name == "linear" else -1])
         case _:
@@ -219,15 +220,18 @@ def decode(shape: Shape, layers: int, settings: Args) -> FakeEngine:
     def work(engine: Engine) -> None:
         base = engine._base
         cache = KvCache(base.kv, rows * pages, PAGE, DEVICE, BF16)
-        layout = slot_layout(base.targets, settings.rank)
-        pool = Pool(layout, zeros(settings.adapters + 2, layout.size, dtype=BF16))
         lengths, table = (zeros(*each, dtype=torch.int32) for each in ((rows,), (rows, pages)))
         tables = graph_tables(zeros(rows), lengths, table, cache)
-        lora: Lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
         if isinstance(shape, Mixture):
-            names = frozenset(layout.target_by_name)
-            slots = [Slot(pool, at + 1, names) for at in range(settings.adapters)]
-            lora = RowLora([slots[at * len(slots) // rows] for at in range(rows)], DEVICE)
+            layout = slot_layout(base.targets, settings.rank)
+            pool = Pool(layout, zeros(settings.adapters, layout.size, dtype=BF16))
+            slots = [Slot(pool, at, frozenset(layout.target_by_name)) for at in range(settings.adapters)]
+            lora: Lora = RowLora([slots[at * len(slots) // rows] for at in range(rows)], DEVICE)
+        else:
+            siblings = {target.name: own for own in siblings_of(base.targets) for target in own.targets}
+            table = zeros(len(FAMILIES), 1 + rows, 4)
+            most = [settings.adapters] * len(FAMILIES)  # at most 16 rows of each, so a tile
+            lora = KernelLora(siblings, base.router.linears, LoraTables(table, most, padded_rank(settings.rank)))
         route = MixedStep(KernelAttention(cache, tables), lora)
         fake.reads.clear()
         fake.log.launches.clear()

@@ -31,7 +31,7 @@ from bench.support.roofline import copy_bandwidth
 from bench.support.timing import Work, alternate, timed, turns
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
+from cotrain_workers.engine.decoding.slot_pool import slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
@@ -178,7 +178,7 @@ def ceiling(folder: Path, args: Args) -> dict[str, Any]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     slot_bytes = dtype.itemsize * slot_layout(engine.targets, CEILING_RANK).size
     tokens = batch * (CEILING_CONTEXT + CEILING_STEPS + 512)
-    room = (adapters + ZERO_SLOTS) * slot_bytes
+    room = adapters * slot_bytes
     decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None, weights_bytes=room)
     prompts = np.random.default_rng(0).integers(0, engine.facts.vocab_size, (batch, CEILING_CONTEXT))
     for at, prompt in enumerate(prompts):

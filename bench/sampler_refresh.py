@@ -23,7 +23,7 @@ from bench.support.model import SHAPES, build
 from bench.support.record import DEVICE, Args, Choice, Options, Report, show
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import Took, measure, turns
-from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
+from cotrain_workers.engine.decoding.slot_pool import slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
 
@@ -51,7 +51,7 @@ def refresh(engine: Engine, args: Args, dtype: torch.dtype) -> dict[str, Any]:
     work = cycle(engine, Load(args.tenants, args.length, (args.tenants,)), args.tenants)
     best: dict[str, Took] = {"step": measure(work, args.device)}
     weights: dict[str, HostWeights] = {}
-    room = (args.tenants + ZERO_SLOTS) * slot_bytes
+    room = args.tenants * slot_bytes
     slots = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None, weights_bytes=room).slots
     for way in turns(("from the device", "from the host"), args.rounds + 1):
         for run in runs:

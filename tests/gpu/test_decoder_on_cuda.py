@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import model_runner, page_kernel
+from cotrain_workers.engine.decoding import lora_kernel, model_runner, page_kernel
+from cotrain_workers.engine.decoding.lora_kernel import Siblings
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import finish, gap_to_trainer, graph_report, is_same_alone, output, request, trained_weights
 from tests.support.page_problem import LENGTHS, Case, Rule, assert_dense, attend, problem, sequence
+from tests.support.row_problem import GROUPS, added, expected, gap, operands, slots
 from tests.support.tiny_models import FAMILIES, build_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -46,9 +48,11 @@ def test_a_seeded_request_gives_the_same_tokens_in_any_batch(folder: Path) -> No
     assert is_same_alone(Engine.load(str(folder), device="cuda", dtype=torch.float32))
 
 
-def test_graphs_are_used_and_agree_with_the_plain_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Pages, heads and widths that the flash kernel and the grouped products take.
-    engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=128)), device="cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_graphs_are_used_and_agree_with_the_plain_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=128)), device="cuda", dtype=dtype)
     weights = trained_weights(engine)
     mine = request("mine", np.arange(100), "all-8", num_samples=5, max_tokens=40)
 
@@ -56,7 +60,7 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(tmp_path: Path, monkeypa
     with_graphs = output(decoder, mine)
     report = graph_report(decoder)
     monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: False)
-    monkeypatch.setattr(model_runner, "groups_take", lambda *args: False)
+    monkeypatch.setattr(model_runner, "lora_kernel_takes", lambda *args: False)
     plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)
 
     # One for each number of rows that occurs, and no reason against any.
@@ -143,3 +147,38 @@ def test_a_graph_of_attention_takes_other_lengths_and_pages() -> None:
     graph.replay()
 
     assert torch.equal(one.out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("own", GROUPS, ids=lambda own: own.targets[0].name)
+def test_lora_of_mixed_ranks_and_pools_equals_plain_products(own: Siblings, dtype: torch.dtype) -> None:
+    settings: dict[str, Any] = {"dtype": dtype, "device": CUDA}
+    (low,), two, (high,) = slots(1, **settings), slots(16, 2, seed=1, **settings), slots(40, seed=2, **settings)
+    rows = [None, low, *[two[0]] * 3, two[1], *[high] * 40, None]
+    x, ys = operands(own, len(rows), dtype)
+
+    found = added(own, rows, x.to(CUDA), ys)
+
+    assert gap(found, expected(own, rows, x, ys)) < lora_kernel.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("own", GROUPS, ids=lambda own: own.targets[0].name)
+def test_lora_of_a_row_has_the_same_bits_at_any_place(
+    own: Siblings, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"dtype": dtype, "device": CUDA}
+    (mine,), (moved,) = slots(12, **settings), slots(12, spare=3, **settings)
+    (large,), (broken,) = slots(70, seed=3, **settings), slots(12, seed=4, **settings)
+    broken.pool.flat.fill_(torch.nan)
+    x, ys = operands(own, 64, dtype)
+    x = x.to(CUDA)
+    whole = added(own, [mine] * 64, x, ys)
+
+    for row in range(64):
+        alone = added(own, [mine], x[row : row + 1], [y[row : row + 1] for y in ys])
+        assert all(torch.equal(y[0], theirs[row]) for y, theirs in zip(alone, whole, strict=True))
+    monkeypatch.setattr(lora_kernel, "PROGRAMS", 3)
+    found = added(own, [None, *[moved] * 20, *[large] * 3, *[broken] * 40], x, ys)
+    assert all(torch.equal(y[1:21], theirs[1:21]) for y, theirs in zip(found, whole, strict=True))
+    assert all(y[24:].isnan().all() for y in found)

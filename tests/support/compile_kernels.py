@@ -4,7 +4,7 @@ resources.
     python -m tests.support.compile_kernels 90     # the capability
 
 Triton's compiler needs no device. Each line is JSON: kernel, modules (or the shape of an attention), bytes of
-shared memory; for attention also its registers and the bytes that a thread spills.
+shared memory; for kernels of decoding also registers and the bytes that a thread spills.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding import lora_kernel, page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
@@ -46,6 +46,7 @@ TYPES = {
     **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
     **dict.fromkeys(["partial", "sums"], "*fp32"),
+    **{"table": "*i64", "largest": "i32", **dict.fromkeys(["at0", "at1", "at2"], "i32")},
     **{"lengths": "*i32", "pages": "*i32", "scale": "fp32"},
     **dict.fromkeys(["row_stride", "head_stride", "page_count", "capacity", "window"], "i32"),
 }
@@ -55,7 +56,7 @@ HEADS = ((32, 8, 128), (8, 4, 256), (32, 32, 96), (28, 4, 64))
 ODD = (
     *("height", "stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap", "scale"),
     *("spans", "lengths", "pages", "page_count", "capacity", "window"),
-    *("experts", "segments", "chosen", "bounds"),
+    *("experts", "segments", "chosen", "bounds", "largest"),
 )
 
 
@@ -128,6 +129,18 @@ def attentions(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
                 yield "combine", {**fixed, "HEADS": heads}, tiles
 
 
+def loras(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield the kernels of LoRA in decoding, with their compile-time constants."""
+    for modules in (1, 2, 3):
+        fixed = {"MODULES": modules, "SPLITS": lora_kernel.SPLITS, "WIDE": False}
+        fixed |= {"M": lora_kernel.ROWS, "R": lora_kernel.RANKS}
+        low = lora_kernel.shrink_tiles(4 if dtype == "fp32" else 2)
+        yield "shrink_rows", {**fixed, "BK": low.depth}, low
+        for width in (WIDTH, 64):
+            size = lora_kernel.expand_tiles([width])
+            yield "expand_rows", {**fixed, "BN": size.columns}, size
+
+
 def resources(kernel: Any) -> dict[str, int]:
     """Return the registers of a compiled kernel and the bytes that a thread spills, as ptxas reports them."""
     from triton import knobs
@@ -150,11 +163,11 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from cotrain_workers.engine.decoding import page_programs
+    from cotrain_workers.engine.decoding import lora_programs, page_programs
     from cotrain_workers.engine.lora.fused import expert_programs, programs
     from cotrain_workers.engine.model import layer_programs
 
-    modules = (programs, expert_programs, layer_programs, page_programs)
+    modules = (programs, expert_programs, layer_programs, page_programs, lora_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names}
@@ -178,6 +191,13 @@ if __name__ == "__main__":
             found = compiled(kernel, dtype, given, sizes, arch)
             shape = f"{dtype} {given['WIDTH']} {given.get('M', '')}"
             row = {"kernel": kernel, "modules": shape, "shared": found.metadata.shared}
+            print(json.dumps(row | resources(found)))
+        for kernel, given, sizes in loras(dtype):
+            found = compiled(kernel, dtype, given, sizes, arch)
+            shape = f"{dtype} {given['MODULES']} {given.get('BN', '')}"
+            row = {"kernel": kernel, "modules": shape, "shared": found.metadata.shared}
+            row["narrow_loads"] = found.asm["ptx"].count("ld.global.b16")
+            row["wide_copies"] = found.asm["ptx"].count("cp.async.c")
             print(json.dumps(row | resources(found)))
     tma = arch >= 90
     for count in (1, 3, 0):  # 0: experts

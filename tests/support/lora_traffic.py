@@ -1,4 +1,4 @@
-"""Bytes that the fused LoRA kernels read and write, counted by their tiles.
+"""Bytes that the LoRA kernels read and write, counted by their tiles.
 
 Operands of a product with the base model's weights count once, as those of any other product:
 programs that need them again run together. The operands of LoRA count as often as a program loads
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cotrain_workers.engine.decoding import lora_kernel
 from cotrain_workers.engine.lora.fused.tables import (
     LOW_COLUMNS,
     ROWS,
@@ -103,6 +104,23 @@ def add_gradient(
     return blocks(each, size.columns) * size_of(xs) + low.element_size() * again + gradients
 
 
+def shrink_rows(x: torch.Tensor, _table: Any, most: int, largest: int, offsets: Sequence[int]) -> int:
+    """Return the bytes of `x A^T` in a decoder step: A once for each tile of rows, `x` once for each block of A."""
+    ranks, item = len(offsets) * largest, x.element_size()
+    again = len(offsets) * blocks(largest, lora_kernel.RANKS)
+    return item * (again * x.numel() + most * ranks * x.shape[1]) + FP32 * lora_kernel.SPLITS * len(x) * ranks
+
+
+def expand_rows(
+    x: torch.Tensor, sums: torch.Tensor, ys: Sequence[torch.Tensor], _table: Any, most: int, _offsets: Any
+) -> int:
+    """Return the bytes of `y += low B^T` in a decoder step: B once for each tile of rows, `low` once for each block."""
+    widths, largest = [y.shape[1] for y in ys], sums.shape[2] // len(ys)
+    columns = lora_kernel.expand_tiles(widths).columns
+    low = FP32 * sums.shape[0] * sums.shape[1] * largest * sum(blocks(width, columns) for width in widths)
+    return 2 * size_of(ys) + low + x.element_size() * most * largest * sum(widths)
+
+
 def expert_groups(bounds: torch.Tensor) -> int:
     """Return the number of pairs of an expert and an adapter."""
     return (len(bounds) - 1) * ((bounds.shape[1] - 1) // 2)
@@ -183,6 +201,8 @@ def expert_gradient(
 
 #: By the name of the op.
 BYTES: dict[str, Callable[..., int]] = {
+    "expand_rows": expand_rows,
+    "shrink_rows": shrink_rows,
     "lora_shrink": shrink,
     "lora_expand": expand,
     "lora_expand_back": expand_back,

@@ -21,10 +21,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding import lora_kernel, page_kernel
 from cotrain_workers.engine.lora import backend
 from tests.support.nested import leaves, mapped
-from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, pages, wide_mm
+from tests.support.rehearsed_kernels import flash, flash_backward, lora_expand, lora_shrink, pages, wide_mm
 from tests.support.rehearsed_tensor import (
     Memory,
     OnDevice,
@@ -174,9 +174,10 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "aten._to_copy": to_copy,
     "aten.copy_": copy,
     "aten.mm": wide_mm,
-    "aten._grouped_mm": grouped_mm,
     "aten.record_stream": nothing,
     "cotrain.attend_pages": pages,
+    "cotrain.expand_rows": lora_expand,
+    "cotrain.shrink_rows": lora_shrink,
     "torch_attn._varlen_attn": flash,
     "torch_attn._varlen_attn_backward": flash_backward,
 }
@@ -234,7 +235,8 @@ def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch, "Generator", lambda *_: real())
     patch.setattr(backend, "missing_kernels", lambda _: "kernels of Triton are not played")
-    patch.setattr(page_kernel, "missing_kernels", lambda _: None)
+    for module in (lora_kernel, page_kernel):
+        patch.setattr(module, "missing_kernels", lambda _: None)
     patch.setattr(torch.Tensor, "pin_memory", pin)
     was = torch.are_deterministic_algorithms_enabled()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(device=…) then is a copy like any other

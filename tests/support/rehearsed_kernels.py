@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.support.nested import mapped
+from tests.support.plain_lora import plain_expand, plain_shrink
 from tests.support.plain_pages import plain_pages
-from tests.support.rehearsed_tensor import OnDevice, arguments
+from tests.support.rehearsed_tensor import OnDevice, arguments, bare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,36 +30,6 @@ def wide_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
     if not (left.dtype == right.dtype and left.dtype in NARROW and dtype == torch.float32):
         raise RuntimeError(f"mm: no product of {left.dtype} and {right.dtype} into {dtype}")
     return OnDevice(left.held.float() @ right.held.float())
-
-
-def grouped_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return grouped products. The contract of the kernel is checked by torch itself, on the meta device."""
-    left, right, ends = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
-    assert all(isinstance(each, OnDevice) for each in (left, right, ends))
-    if left.dtype == torch.bfloat16:
-        func(*(each.held.to("meta") if each is ends else like(each) for each in (left, right, ends)))
-    else:
-        play.wait("grouped products without a kernel")
-    if ends.dtype != torch.int32 or len(ends) > 1023:
-        raise RuntimeError(f"grouped_mm: {len(ends)} ends of {ends.dtype}")
-    if any(each.held.data_ptr() % 16 for each in (left, right)):
-        raise RuntimeError("grouped_mm: a matrix does not start at a multiple of 16 bytes")
-    offsets = ends.held.tolist()
-    counts = [stop - start for start, stop in zip([0, *offsets], offsets, strict=False)]
-    rows = left.shape[1] if right.dim() == 2 else left.shape[0]
-    if min(counts) < 0 or offsets[-1] > rows:
-        raise RuntimeError(f"grouped_mm: ends {offsets} of {rows} rows")
-    if right.dim() == 3 and len(ends) != len(right):
-        raise RuntimeError(f"grouped_mm: {len(ends)} groups, {len(right)} matrices")
-    found = func(left.held, right.held, ends.held)
-    if right.dim() == 3:
-        found[offsets[-1] :] = torch.nan  # in no group, so undefined
-    return OnDevice(found)
-
-
-def like(tensor: OnDevice) -> torch.Tensor:
-    """Return a tensor without values, of the same shape and strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def flash(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
@@ -148,6 +120,16 @@ def probabilities(q: Any, keys: Any, seen: Any, scale: float) -> torch.Tensor:
     """Return attention weights `[heads, queries, keys]`."""
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def lora_shrink(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> OnDevice:
+    """Compute the first LoRA kernel of decoding."""
+    return OnDevice(plain_shrink(*mapped(bare, list(args))))
+
+
+def lora_expand(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> None:
+    """Compute the second LoRA kernel of decoding."""
+    plain_expand(*mapped(bare, list(args)))
 
 
 def pages(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> None:

@@ -10,22 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from cotrain_workers.engine.adapters.adapter import is_all_finite
-from cotrain_workers.engine.decoding.slot_pool import (
-    ZERO_SLOTS,
-    Filling,
-    Pool,
-    Slot,
-    SlotLayout,
-    filling_of,
-    slot_layout,
-)
+from cotrain_workers.engine.decoding.slot_pool import Filling, Pool, Slot, SlotLayout, filling_of, slot_layout
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, has_experts, shape_of
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # default size of the cache
-#: Seconds for which an unused slot is protected from pools of another rank. Resizing a pool copies it, and a GPU
-#: captures its graphs again, so this must not happen for every request.
+#: Seconds for which an unused slot is protected from pools of another rank. Resizing a pool copies it, so this must not
+#: happen for every request.
 KEPT_S = 1.0
 #: Maximum number of waiting weights whose rank is cached, so that they are not loaded at every step.
 MAX_WAITING = 10_000
@@ -100,7 +92,7 @@ class WeightSlots:
         taken = Counter(
             slot.pool.layout.kind for name, slot in self._slots.items() if slot.users and name not in given_up
         )
-        has_slot = taken[kind] < len(self._pools[kind].flat) - ZERO_SLOTS
+        has_slot = taken[kind] < len(self._pools[kind].flat)
         return has_slot or self._fits(kind, taken)
 
     def filled(self) -> list[Slot]:
@@ -168,7 +160,7 @@ class WeightSlots:
         """Free a slot of a pool: grow it, evict, or take memory that other pools do not use."""
         affordable = self._affordable(pool)
         if affordable > 0:
-            pool.grow(min(affordable, max(1, len(pool.flat) - ZERO_SLOTS)))
+            pool.grow(min(affordable, max(1, len(pool.flat))))
             return True
         for key, slot in self._slots.items():
             if slot.pool is pool and not slot.users:
@@ -205,20 +197,15 @@ class WeightSlots:
 
     def _fits(self, kind: tuple[int, bool], taken: Mapping[tuple[int, bool], int]) -> bool:
         """Return True if one more slot fits when every pool is reduced to its `taken` slots."""
-        others = sum(
-            (slots + ZERO_SLOTS) * self._pools[each].slot_bytes
-            for each, slots in taken.items()
-            if slots and each != kind
-        )
+        others = sum(slots * self._pools[each].slot_bytes for each, slots in taken.items() if each != kind)
         own = taken.get(kind, 0)
         is_alone = not (others or own)  # a single slot may exceed the limit
-        return is_alone or others + (own + 1 + ZERO_SLOTS) * self._pools[kind].slot_bytes <= self._limit
+        return is_alone or others + (own + 1) * self._pools[kind].slot_bytes <= self._limit
 
     def _affordable(self, pool: Pool) -> int:
         """Return the number of slots by which a pool may grow."""
         used_bytes = sum(each.bytes for each in self._pools.values())
-        more = (self._limit - used_bytes) // pool.slot_bytes
-        return more if len(pool.flat) else more - ZERO_SLOTS
+        return (self._limit - used_bytes) // pool.slot_bytes
 
     def _evict(self, key: str) -> None:
         slot = self._slots.pop(key)
@@ -227,8 +214,7 @@ class WeightSlots:
 
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
     """Return the default size of the cache in bytes."""
-    slots = DEFAULT_SLOTS + ZERO_SLOTS
-    return slots * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
+    return DEFAULT_SLOTS * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
 
 
 def found_weights(host: HostWeights) -> torch.Tensor:

@@ -1,19 +1,31 @@
 """Forward pass of a decoder step: prompt pages and generated tokens in one packed row, eagerly or as a CUDA graph.
 
-Graphs are for steps of generated tokens alone, one graph per number of rows and set of ranks, captured on first use. A
-step of eager kernels is bound by their launches (about 40 to 60 ms for 36 layers); a graph is not. A graph is used only
-after its output has matched that of the same step in eager mode.
+Graphs are for steps of generated tokens alone, one graph per number of rows, captured on first use. A step of eager
+kernels is bound by their launches (about 40 to 60 ms for 36 layers); a graph is not. A graph is used only after its
+output has matched that of the same step in eager mode. It runs any adapters, in any slots.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.lora_kernel import (
+    FAMILIES,
+    KernelLora,
+    LoraTables,
+    lora_kernel_is_right,
+    lora_kernel_takes,
+    lora_tables,
+    siblings_of,
+    tile_rows,
+    write_tiles,
+)
 from cotrain_workers.engine.decoding.page_kernel import (
     KernelAttention,
     graph_tables,
@@ -23,21 +35,8 @@ from cotrain_workers.engine.decoding.page_kernel import (
 )
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
 from cotrain_workers.engine.decoding.sequence_pages import Plan
-from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_per_row
-from cotrain_workers.engine.decoding.step import (
-    Grouped,
-    GroupedLora,
-    Item,
-    Lora,
-    MixedStep,
-    RowLora,
-    SlotOf,
-    arrange,
-    grouped_lora,
-    groups_take,
-    looked_up,
-    padded,
-)
+from cotrain_workers.engine.decoding.slot_pool import Slot
+from cotrain_workers.engine.decoding.step import Item, Lora, MixedStep, RowLora, SlotOf, arrange, looked_up, padded
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel, run_backbone
 from cotrain_workers.engine.model.families import UNEMBED
@@ -50,10 +49,12 @@ from cotrain_workers.engine.spec import has_experts
 RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
 # Records some work; returns a function that replays it, and the tensor that holds its output.
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and `Pool.memory_key` of each
+# Returns the LoRA of a step, given its tables.
+KernelLoraOf = Callable[[LoraTables], KernelLora]
 
 # One row is padded to two, so it has no graph of its own.
 ROWS = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+FIRST_RANK = 128  # largest rank of graphs, until an adapter has a larger one
 TOLERANCE = 0.02  # times the largest hidden state: bf16 kernels may sum in another order
 
 
@@ -87,11 +88,17 @@ class ModelRunner:
             and kernel_takes(weight, base.kv.head_dim, cache.page_tokens)
             and kernel_is_right(base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap)
         )
+        self._kernel_lora: KernelLoraOf | None = None
         # The rows of each expert are counted on the host, and each step has other states. A graph records neither.
-        self._has_experts = has_experts(base.targets)
-        is_fixed = not self._has_experts and not base.states
-        if self._has_kernel and is_fixed and groups_take(weight, []):
-            self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
+        if (
+            not has_experts(base.targets)
+            and lora_kernel_takes(weight)
+            and lora_kernel_is_right(base.targets, self._device, weight.dtype)
+        ):
+            siblings = {target.name: own for own in siblings_of(base.targets) for target in own.targets}
+            self._kernel_lora = partial(KernelLora, siblings, base.router.linears)
+            if self._has_kernel and not base.states:
+                self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder(), self._kernel_lora)
 
     def forward(self, plan: Plan, slot_of: SlotOf, chosen: torch.Tensor | None = None) -> ForwardResult | None:
         """Compute a plan's rows and chunks; None if it has none.
@@ -136,8 +143,8 @@ class ModelRunner:
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""
-        if not self._has_experts and groups_take(self._base.head_weight, slots):
-            return grouped_lora(slots, self._device)
+        if self._kernel_lora is not None:
+            return self._kernel_lora(lora_tables(slots, self._device))
         taken = [None if slot is None else (slot, slot.index) for slot in slots]
         if self._last_slots != taken:
             self._last_slots, self._last_lora = taken, RowLora(slots, self._device)
@@ -201,24 +208,28 @@ class Inputs:
     Their host side is updated in place, and only where a step differs.
     """
 
-    def __init__(self, rows: int, max_pages: int, slots: Sequence[int], cache: KvCache) -> None:
+    def __init__(self, rows: int, max_pages: int, largest: int, cache: KvCache) -> None:
         self._size, self._dump = cache.page_tokens, cache.dump
-        self._wide = PinnedBuffer(3 * rows, torch.int64, cache.device)
-        self._ids, self._positions, self._kv_slots = self._wide.values.reshape(3, rows)
-        cuts = [rows, rows * max_pages, *slots]  # lengths, pages and the ends of each pool
-        self._narrow = PinnedBuffer(sum(cuts), torch.int32, cache.device)
-        self._lengths, blocks, *self._ends = np.split(self._narrow.values, np.cumsum(cuts)[:-1])
+        tiles = (len(FAMILIES), 1 + rows, 4)  # a tile for each row, at most
+        cuts = [3 * rows, prod(tiles)]
+        self._wide = PinnedBuffer(sum(cuts), torch.int64, cache.device)
+        of_rows, of_tiles = np.split(self._wide.values, cuts[:1])
+        self._ids, self._positions, self._kv_slots = of_rows.reshape(3, rows)
+        self._tiles = of_tiles.reshape(tiles)
+        self._narrow = PinnedBuffer(rows * (1 + max_pages), torch.int32, cache.device)
+        self._lengths, blocks = np.split(self._narrow.values, [rows])
         self._blocks = blocks.reshape(rows, max_pages)
         self._blocks.fill(self._dump)
         self._pages: list[list[int]] = [[] for _ in range(rows)]  # current content of `_blocks`
-        ids, positions, kv_slots = self._wide.on_device.view(3, rows)
-        lengths, pages, *ends = self._narrow.on_device.split_with_sizes(cuts)
+        on_device, tiles_on_device = self._wide.on_device.split_with_sizes(cuts)
+        ids, positions, kv_slots = on_device.view(3, rows)
+        lengths, pages = self._narrow.on_device.split_with_sizes([rows, rows * max_pages])
         self.ids, self.positions = ids[None], positions[None]  # int64 [1, rows]
         self.tables = graph_tables(kv_slots, lengths, pages.view(rows, max_pages), cache)
-        self.slot_ends: Sequence[torch.Tensor] = ends  # per pool, int32 [slots]
+        self.lora = LoraTables(tiles_on_device.view(tiles), [rows] * len(FAMILIES), largest)
 
-    def fill(self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None) -> None:
-        """Write the inputs of a step and send them; unused rows write to the dump page.
+    def fill(self, items: Sequence[Item], chosen: torch.Tensor | None) -> None:
+        """Write the inputs of a step and send them; unused rows write to the dump page and have no adapter.
 
         Its tokens may be among `chosen`, on the device.
         """
@@ -235,10 +246,7 @@ class Inputs:
         self._kv_slots[:n] = pages.astype(np.int64) * self._size + starts % self._size
         self._kv_slots[n:] = self._dump * self._size + np.arange(left)
         self._lengths[:n], self._lengths[n:] = starts + 1, 1
-        slots = [item.slot for item in items]
-        for pool, ends in zip(pools, self._ends, strict=True):
-            row = slot_per_row(slots, pool, left)
-            np.cumsum(np.bincount(row, minlength=len(ends)), out=ends)
+        write_tiles(self._tiles, tile_rows([item.slot for item in items]))
         self._wide.send()
         self._narrow.send()
         if chosen is not None:
@@ -265,13 +273,17 @@ class Captured:
 class DecodeGraphs:
     """CUDA graphs of one model. A shape whose graph failed or differed runs eagerly from then on."""
 
-    def __init__(self, run_model: RunModel, cache: KvCache, max_pages: int, record: Record) -> None:
+    def __init__(
+        self, run_model: RunModel, cache: KvCache, max_pages: int, record: Record, lora_of: KernelLoraOf
+    ) -> None:
         self.refused: list[str] = []  # reasons why graphs are not used, for the operator
         self._run_model = run_model
         self._cache = cache
         self._max_pages = max_pages
-        self._captured: dict[Key, Captured | None] = {}
+        self._captured: dict[int, Captured | None] = {}  # by number of rows
+        self._largest = FIRST_RANK  # of the adapters that the graphs take
         self._record = record
+        self._lora_of = lora_of
 
     @property
     def used(self) -> int:
@@ -285,35 +297,24 @@ class DecodeGraphs:
         """
         if len(items) > ROWS[-1] or any(item.work.is_prompt for item in items):
             return None
-        # The rows are sorted by pool.
-        pools = list(dict.fromkeys(item.slot.pool for item in items if item.slot is not None))
+        rank = max((item.slot.pool.layout.rank for item in items if item.slot is not None), default=0)
+        if rank > self._largest:
+            self._largest = rank
+            self._captured.clear()
         rows = next(rows for rows in ROWS if rows >= len(items))
-        key = (rows, tuple(pool.memory_key for pool in pools))
-        if key not in self._captured:
-            self._forget_moved(key)
-            self._captured[key] = self._capture(rows, pools, items, chosen)
-        captured = self._captured[key]
+        if rows not in self._captured:
+            self._captured[rows] = self._capture(rows, items, chosen)
+        captured = self._captured[rows]
         if captured is None:
             return None
-        captured.inputs.fill(items, pools, chosen)
+        captured.inputs.fill(items, chosen)
         captured.replay()
         return captured.hidden
 
-    def _forget_moved(self, key: Key) -> None:
-        """Drop graphs over pools that have been reallocated."""
-        now = {lies[0]: lies for lies in key[1]}
-        for other in list(self._captured):
-            if any(now.get(lies[0], lies) != lies for lies in other[1]):
-                del self._captured[other]
-
-    def _capture(
-        self, rows: int, pools: Sequence[Pool], items: Sequence[Item], chosen: torch.Tensor | None
-    ) -> Captured | None:
-        inputs = Inputs(rows, self._max_pages, [len(pool.flat) for pool in pools], self._cache)
-        inputs.fill(items, pools, chosen)
-        groups = [Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)]
-        attention = KernelAttention(self._cache, inputs.tables)
-        route = MixedStep(attention, GroupedLora(groups))
+    def _capture(self, rows: int, items: Sequence[Item], chosen: torch.Tensor | None) -> Captured | None:
+        inputs = Inputs(rows, self._max_pages, self._largest, self._cache)
+        inputs.fill(items, chosen)
+        route = MixedStep(KernelAttention(self._cache, inputs.tables), self._lora_of(inputs.lora))
         # Not a method of this object, which would create a cycle: dropping a decoder frees its memory at once.
         work = partial(self._run_model, inputs.ids, inputs.positions, route)
 

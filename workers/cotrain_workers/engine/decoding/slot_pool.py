@@ -9,29 +9,28 @@ CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without padding, it fails for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
 
 import torch
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.siblings import shared_input
-from cotrain_workers.engine.spec import AdapterSpec, Target, aligned, matrices, own_matrices, plan_layout
+from cotrain_workers.engine.spec import AdapterSpec, Family, Target, aligned, matrices, own_matrices, plan_layout
 
-ZERO_SLOTS = 2  # per pool
-#: 16 bytes of a 16-bit type. Strides of a grouped product must be multiples of that.
 MIN_RANK = 8
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Offsets of the padded matrices of each module in a slot."""
+    """Offsets of the padded matrices of each module in a slot.
+
+    They are proportional to the rank, so that kernels need no table of them.
+    """
 
     rank: int  # padded
     offset_by_name: Mapping[str, tuple[int, int]]  # of A `[rank, in]` and B `[rank, padded out]`
     target_by_name: Mapping[str, Target]
-    siblings: Mapping[str, tuple[str, ...]]  # modules that read the same x and whose A matrices are adjacent, by module
     size: int
     per_expert: bool = False
 
@@ -59,11 +58,6 @@ class Pool:
         """Size of all slots in bytes."""
         return self.flat.shape[0] * self.slot_bytes
 
-    @property
-    def memory_key(self) -> tuple[int, int, int]:
-        """Memory that a CUDA graph reads: rank, address, number of slots."""
-        return self.layout.rank, self.flat.data_ptr(), len(self.flat)
-
     def matrices(self, module: str, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of A `[n, rank, in]` and scale * B^T `[n, rank, padded out]` of `slots`, int64 `[n]`."""
         a, b = (part.index_select(0, slots) for part in self._parts(module))
@@ -73,17 +67,6 @@ class Pool:
         """Return A and scale * B^T of one slot, repeated `n` times without a copy."""
         a, b = (part[slot : slot + 1].expand(n, -1) for part in self._parts(module))
         return self._shaped(module, a, b)
-
-    def stacked_a(self, siblings: tuple[str, ...]) -> torch.Tensor:
-        """Return A of sibling modules for all slots, without a copy: `[slots, siblings * rank, in]`."""
-        at, _ = self.layout.offset_by_name[siblings[0]]
-        width = self.layout.target_by_name[siblings[0]].inputs
-        rows = len(siblings) * self.layout.rank
-        return self.flat[:, at : at + rows * width].view(-1, rows, width)
-
-    def stacked_b(self, module: str) -> torch.Tensor:
-        """Return scale * B^T for all slots, without a copy: `[slots, rank, padded out]`."""
-        return self._shaped(module, *self._parts(module))[1]
 
     def of_experts(self, module: str, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A `[1 or experts, rank, in]` and scale * B^T `[1 or experts, rank, padded out]` of one slot."""
@@ -95,27 +78,26 @@ class Pool:
         )
 
     def grow(self, slots: int) -> None:
-        """Add free slots. The first and the last slot stay zero, for rows of other pools."""
-        count = max(len(self.flat), ZERO_SLOTS)
+        """Add free slots."""
+        count = len(self.flat)
         grown = self.flat.new_zeros(count + slots, self.layout.size)
-        grown[: len(self.flat)] = self.flat
+        grown[:count] = self.flat
         self.flat = grown
-        self.free += range(count + slots - 2, count - 2, -1)
+        self.free += range(count + slots - 1, count - 1, -1)
 
     def shrink(self, filled: Sequence[Slot]) -> None:
         """Reduce the memory to the filled slots; each may move."""
-        kept = [0, *(slot.index for slot in filled), len(self.flat) - 1]
-        self.flat = self.flat.index_select(0, to_device(torch.tensor(kept), self.flat.device))
+        kept = torch.tensor([slot.index for slot in filled])
+        self.flat = self.flat.index_select(0, to_device(kept, self.flat.device))
         self.free = []
-        for index, slot in enumerate(filled, 1):
+        for index, slot in enumerate(filled):
             slot.index = index
 
     def _parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout
         at_a, at_b = layout.offset_by_name[module]
         target = layout.target_by_name[module]
-        size_a = aligned(layout.rank * target.inputs)
-        size_b = layout.rank * aligned(target.outputs)
+        size_a, size_b = padded_sizes(target, layout.rank)
         return self.flat[:, at_a : at_a + size_a], self.flat[:, at_b : at_b + size_b]
 
     def _shaped(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,18 +116,15 @@ class Slot:
     users: int = 0
     unpinned_at: float = -math.inf
 
+    @cached_property
+    def families(self) -> frozenset[Family]:
+        """Families of these modules."""
+        return frozenset(self.pool.layout.target_by_name[name].family for name in self.modules)
 
-def slot_per_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[int]:
-    """Return the slot of a pool for each row, followed by `left` filler rows, in ascending order.
-
-    Rows of other pools use a slot of zeros: the first one before the rows of this pool, else the last.
-    """
-    before, last, found = True, len(pool.flat) - 1, []
-    for slot in slots:
-        is_own = slot is not None and slot.pool is pool
-        before = before and not is_own
-        found.append(slot.index if slot is not None and is_own else 0 if before else last)
-    return found + [last] * left
+    @property
+    def address(self) -> int:
+        """Address of the slot on its device. It changes when the pool grows or shrinks."""
+        return self.pool.flat.data_ptr() + self.index * self.pool.slot_bytes
 
 
 def padded_rank(rank: int) -> int:
@@ -154,32 +133,26 @@ def padded_rank(rank: int) -> int:
 
 
 def slot_layout(targets: Sequence[Target], rank: int, *, per_expert: bool = False) -> SlotLayout:
-    """Return the layout of the padded matrices of every module for adapters of a rank."""
+    """Return the layout of the padded matrices of every module for adapters of a rank.
+
+    Experts are last, so that the offsets of other modules do not depend on `per_expert`.
+    """
     padded = padded_rank(rank)
     if per_expert:
         targets = own_matrices(targets)
     offsets: dict[str, tuple[int, int]] = {}
-    siblings: dict[str, tuple[str, ...]] = {}
     end = 0
-    for together in neighbours(targets):
-        size_a = aligned(together[0].experts_a * padded * together[0].inputs)
-        at_b = end + len(together) * size_a
-        for at, target in enumerate(together):
-            offsets[target.name] = (end + at * size_a, at_b)
-            at_b += target.experts_b * padded * aligned(target.outputs)
-            siblings[target.name] = tuple(each.name for each in together)
-        end = at_b
-    return SlotLayout(padded, offsets, {each.name: each for each in targets}, siblings, end, per_expert)
+    for target in sorted(targets, key=lambda each: each.experts > 0):
+        size_a, size_b = padded_sizes(target, padded)
+        offsets[target.name] = (end, end + size_a)
+        end += size_a + size_b
+    return SlotLayout(padded, offsets, {each.name: each for each in targets}, end, per_expert)
 
 
-def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Yield modules that read the same x, grouped if their A matrices can be adjacent without a gap."""
-    for _, same in groupby(targets, key=shared_input):
-        together = list(same)
-        if not together[0].experts and aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs:
-            yield together
-        else:
-            yield from ([target] for target in together)
+def padded_sizes(target: Target, rank: int) -> tuple[int, int]:
+    """Return the sizes of all A and of all B of a module in a slot, both proportional to the padded rank."""
+    size_a = rank // MIN_RANK * aligned(target.experts_a * MIN_RANK * target.inputs)
+    return size_a, target.experts_b * rank * aligned(target.outputs)
 
 
 @dataclass(frozen=True)

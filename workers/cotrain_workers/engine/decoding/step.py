@@ -3,7 +3,7 @@
 * `RowLora` is a batched product, each row with the matrices of its own adapter. On a CPU it is not slower than one
   product per segment, and its bits do not depend on the number of rows. With 64 rows, 256 -> 768 and rank 8 it takes
   23 us, against 32 us; the base takes 157 us.
-* `GroupedLora` is one grouped product of CUDA per matrix and pool. `tests/gpu` compares it with `RowLora`.
+* `KernelLora` (`lora_kernel.py`) has kernels for CUDA, which are compared with `RowLora`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +17,13 @@ from torch.nn import functional
 from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.sequence_pages import Plan, Work
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
-from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.siblings import SiblingResults
-from cotrain_workers.engine.model.attention import NARROW
+from cotrain_workers.engine.lora.quantized import FrozenWeight, dense
 from cotrain_workers.engine.model.experts import of_expert
 from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
 
 FEWEST_ROWS = 16
 LONG_RUN = 16  # rows of one adapter from which a separate call, which copies no matrix, is faster
 GATHER_BYTES = 32 * 1024**2  # maximum copied for a call that serves several adapters
-MAX_GROUPS = 1023  # per grouped product
 KEEP_BYTES = 128 * 1024**2  # maximum of copies cached for the next step, if it has the same rows
 
 #: Slot of some weights, by their key; None, the base model alone, has none.
@@ -84,6 +81,9 @@ class Attention(Protocol):
 class Lora(Protocol):
     """LoRA of a step, with the adapter of each row."""
 
+    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
 
@@ -95,21 +95,15 @@ class MixedStep:
         self._states = states
         self._attention = attention
         self._lora = lora
-        self._x: torch.Tensor | None = None
-        self._rows: torch.Tensor | None = None
         self.experts: list[np.ndarray] = []  # [T, k] of each layer with experts
 
     def note_experts(self, chosen: np.ndarray) -> None:
         """Record the experts `[T, k]` that the router of the next layer has chosen."""
         self.experts.append(chosen.astype(np.int16))
 
-    def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
-        y = functional.linear(x, weight, bias)
-        if self._rows is None or self._x is not x:
-            self._x, self._rows = (x, x[0])  # siblings get the identical tensor, which `Lora` compares
-        self._lora.add(module, self._rows, y[0])
-        return y
+        return self._lora.linear(module, x, weight, bias)
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -174,6 +168,12 @@ class RowLora:
                 self._long.append(group[0])
             else:
                 self._short.append(_gathered(group, device))
+
+    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+        y = functional.linear(x, dense(weight), bias)
+        self.add(module, x[0], y[0])
+        return y
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
@@ -266,63 +266,3 @@ def _gathered(group: Sequence[AdapterRows], device: torch.device) -> Gathered:
     modules = frozenset[str]().union(*(part.slot.modules for part in group))
     slots = torch.tensor(indices, device=device)
     return Gathered(group[0].start, group[-1].stop, group[0].slot.pool, slots, modules, group)
-
-
-def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
-    """Return True if the adapters of a step can run as one grouped product per pool."""
-    most = max((slot.pool.flat.shape[0] for slot in slots if slot is not None), default=0)
-    has_them = hasattr(functional, "grouped_mm")
-    return weight.is_cuda and weight.dtype in NARROW and has_them and most <= MAX_GROUPS
-
-
-class Grouped(NamedTuple):
-    """Neighbouring rows of one pool, sorted by slot."""
-
-    start: int
-    stop: int
-    pool: Pool
-    ends: torch.Tensor  # int32 [slots]: end of each slot's rows, counted from `start`
-
-
-class GroupedLora:
-    """LoRA of a step with one grouped product per matrix and pool; idle slots are empty groups."""
-
-    def __init__(self, groups: Sequence[Grouped]) -> None:
-        self._groups = groups
-        self._lows = SiblingResults[list[torch.Tensor]]()
-
-    def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place.
-
-        Modules that read the same tensor `x` share one product with their stacked A matrices.
-        """
-        if not self._groups:
-            return
-        lows = self._lows.take(module, x, lambda: self._shared_lows(module, x))
-        for group, low in zip(self._groups, lows, strict=True):
-            product = functional.grouped_mm(low, group.pool.stacked_b(module), offs=group.ends)
-            y[group.start : group.stop].add_(product[:, : y.shape[1]])
-
-    def _shared_lows(self, module: str, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return `x A^T` of each group, `[n, rank]`, of `module` and its siblings."""
-        lows: dict[str, list[torch.Tensor]] = {}
-        for group in self._groups:
-            siblings = group.pool.layout.siblings[module]
-            a = group.pool.stacked_a(siblings).transpose(1, 2)
-            low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
-            for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
-                lows.setdefault(name, []).append(own)
-        return lows
-
-
-def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:
-    """Return the LoRA groups of rows sorted by pool and slot; rows without an adapter come first."""
-    groups, start = [], sum(slot is None for slot in slots)
-    while start < len(slots):
-        first = slots[start]
-        assert first is not None
-        own = [slot.index for slot in slots if slot is not None and slot.pool is first.pool]
-        ends = np.cumsum(np.bincount(own, minlength=len(first.pool.flat)), dtype=np.int32)
-        groups.append(Grouped(start, start + len(own), first.pool, to_device(ends, device)))
-        start += len(own)
-    return GroupedLora(groups)

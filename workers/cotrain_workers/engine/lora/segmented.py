@@ -40,7 +40,7 @@ class MultiLoraLinear(nn.Module):
             row = self(x.reshape(1, -1, x.shape[-1]))
             return row.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
         if self.router.step is not None:
-            return self.router.step.linear(self.name, x, dense(self.weight), self.bias)
+            return self.router.step.linear(self.name, x, self.weight, self.bias)
         return self.router.route.lora.linear(self.name, x, self.weight, self.bias)
 
 

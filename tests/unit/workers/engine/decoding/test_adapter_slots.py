@@ -10,7 +10,7 @@ import torch
 from cotrain_workers.engine.adapters.adapter import is_all_finite
 from cotrain_workers.engine.decoding import adapter_slots, step
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots, WeightsNotFinite, WeightsUnfit
-from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, Slot, slot_layout
+from cotrain_workers.engine.decoding.slot_pool import Slot, slot_layout
 from cotrain_workers.engine.decoding.step import LONG_RUN, RowLora
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
@@ -25,9 +25,9 @@ def host(rank: int, seed: int = 0, **families: Any) -> HostWeights:
 
 
 def slots_of(stored: Mapping[str, HostWeights], capacity: int | None = None) -> WeightSlots:
-    """Return a cache for some adapters of rank 8. Two slots of a pool are always zero."""
+    """Return a cache for some adapters of rank 8."""
     one = slot_layout(TARGETS, 8).size * 4
-    limit = None if capacity is None else (capacity + ZERO_SLOTS) * one
+    limit = None if capacity is None else capacity * one
     loads.clear()
 
     def load(key: str) -> HostWeights:
@@ -171,7 +171,7 @@ def test_recently_used_slots_are_not_freed_for_another_rank(monkeypatch: pytest.
 def test_a_pool_in_use_frees_its_unused_slots_for_another_rank() -> None:
     """It frees the minimum, least recently used first. Moved adapters compute the same bits."""
     stored = {key: host(8, at) for at, key in enumerate("abcdefghij")} | {"large": host(16, 99)}
-    slots = slots_of(stored, capacity=12)
+    slots = slots_of(stored, capacity=10)
     small = {key: slots.pin(key) for key in "abcdefghij"}
     for key in "acdefghi":
         slots.unpin(key)
@@ -179,17 +179,17 @@ def test_a_pool_in_use_frees_its_unused_slots_for_another_rank() -> None:
 
     large = slots.pin("large", at_once=True)
 
-    assert slots.filled() == [*map(small.get, "bfghij"), large]
-    for key in "bfghij":
+    assert slots.filled() == [*map(small.get, "bdefghij"), large]
+    for key in "bdefghij":
         assert torch.equal(product(small[key]), before[key])
     assert torch.equal(product(large), product(slots_of(stored).pin("large")))
     assert slots.pin("f") is small["f"]
-    assert slots.pin("a", at_once=True) is not None  # in the place of g, which is not in use
+    assert slots.pin("a", at_once=True) is not None  # in the place of d, which is not in use
     assert slots.filled()[0] is small["b"]
 
 
 def test_no_slot_is_freed_for_another_rank_if_that_is_not_enough() -> None:
-    slots = slots_of({"a": host(8), "b": host(8, 1), "large": host(16)}, capacity=3)
+    slots = slots_of({"a": host(8), "b": host(8, 1), "large": host(16)}, capacity=2)
     slots.pin("a")
     slots.pin("b")
     slots.unpin("b")

@@ -113,8 +113,8 @@ def test_a_tenant_with_every_slot_of_weights_in_use_yields_one_to_another(new_en
     small = [tenant.run for tenant in MIX if weights[tenant.run].spec.rank <= 8]
     assert len(small) > 3
     decoder = engine.decoder(
-        weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=4 * slot_bytes
-    )  # one of the four slots is the one without an adapter
+        weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=3 * slot_bytes
+    )
     for at, run in enumerate(small[:3]):
         decoder.add(request(f"h{at}", [at], run, max_tokens=200, tenant="heavy"))
     for _ in range(5):
@@ -135,7 +135,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class(new_engine: NewEngine)
     mine = trained_weights(engine)["all-8"]
     spec = AdapterSpec(16, seed=9)
     many = {f"m{at}": HostWeights(spec, torch.randn(plan_layout(spec, engine.targets).size) / 50) for at in range(12)}
-    room = 6 * 4 * slot_layout(engine.targets, 16).size  # four slots, and two without an adapter
+    room = 4 * 4 * slot_layout(engine.targets, 16).size  # four slots
 
     def decoder() -> EngineDecoder:
         return engine.decoder(
@@ -176,7 +176,7 @@ def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: N
         loads.append(key)
         return mine
 
-    room = 5 * 4 * slot_layout(engine.targets, 8).size  # three slots, and two without an adapter
+    room = 3 * 4 * slot_layout(engine.targets, 8).size  # three slots
     decoder = engine.decoder(load, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=room)
     tenants = [f"t{at}" for at in range(12)]
     for at, tenant in enumerate(tenants):

@@ -16,19 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import model_runner, page_kernel
+from cotrain_workers.engine.decoding import lora_kernel, model_runner, page_kernel
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.lora_kernel import KernelLora, lora_kernel_takes, lora_tables, siblings_of
 from cotrain_workers.engine.decoding.model_runner import CudaRecorder, Inputs
 from cotrain_workers.engine.decoding.page_kernel import PagesCall, kernel_takes
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
-from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout, slot_per_row
-from cotrain_workers.engine.decoding.step import RowLora, grouped_lora, slot_order
+from cotrain_workers.engine.decoding.step import RowLora, slot_order
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.ops import Failure, HostWeights
-from cotrain_workers.engine.spec import Target
-from tests.support.decoding import finish, graph_report, request, trained_weights
+from cotrain_workers.engine.spec import AdapterSpec, plan_layout
+from tests.support.decoding import finish, graph_report, output, request, trained_weights
 from tests.support.draws import variant
+from tests.support.plain_lora import plain_expand, plain_shrink
 from tests.support.plain_pages import plain_pages
 from tests.support.training import MIX, NewEngine
 
@@ -43,7 +45,9 @@ DUMP, PAGE, ROWS, PAGES = 99, 16, 4, 3
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a decoder on CPU take every decision as on CUDA."""
     monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: True)
-    monkeypatch.setattr(model_runner, "groups_take", lambda *args: True)
+    monkeypatch.setattr(model_runner, "lora_kernel_takes", lambda *args: True)
+    monkeypatch.setattr(lora_kernel, "shrink", plain_shrink)
+    monkeypatch.setattr(lora_kernel, "expand", plain_expand)
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat)
     monkeypatch.setattr(page_kernel, "attend", plain_pages)
 
@@ -109,22 +113,35 @@ def test_the_cuda_parts_give_the_results_of_the_plain_parts(
     assert graphs is not None
     assert graphs.used >= 3
     assert not graphs.refused
-    # Adapters of ranks 1 to 16 in one step still run in one graph.
-    assert max(len(pools) for _, pools in graphs._captured) > 1
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_graphs_over_a_pool_that_has_grown_are_dropped(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    decoder = decoder_of(engine, trained_weights(engine))
-    for runs in (["all-8"], ["all-8", "attn-1", "mlp-4", "all-5"], ["all-8", "head-16"]):
-        asked = [request(run, [1, 2], run, max_tokens=6) for run in runs]
-        finish(decoder, asked)
+def test_a_graph_runs_any_adapters_in_slots_that_move(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[int] = []
 
-    graphs = decoder.runner.graphs
-    assert graphs is not None
-    places = {lies for _, pools in graphs._captured for lies in pools}
-    assert sorted(rank for rank, *_ in places) == [8, 16]
+    def record(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        captures.append(1)
+        return repeat(work)
+
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: record)
+    engine = new_engine()
+    weights = trained_weights(engine)
+    decoder = decoder_of(engine, weights)
+    for runs in (["all-8", None], ["attn-1", "head-16"], ["all-5", "mlp-4"], ["all-8", "head-16"]):
+        asked = [request(str(run), [1, 2], run, max_tokens=6, temperature=0.0) for run in runs]
+        alone = {each.id: output(decoder_of(engine, weights), each) for each in asked}
+        captures.clear()
+        for name, found in finish(decoder, asked).items():
+            assert isinstance(found, SampleOutput)
+            (one,), (other,) = found.sequences, alone[name].sequences
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+        assert len(captures) == (runs == ["all-8", None])
+
+    # An adapter of a larger rank than the graphs take: they are recorded again.
+    spec = AdapterSpec(130, seed=9)
+    weights["large"] = HostWeights(spec, torch.randn(plan_layout(spec, engine.targets).size) / 50)
+    finish(decoder, [request(str(at), [1, 2], run, max_tokens=6) for at, run in enumerate(["large", "all-8"])])
+    assert len(captures) == 1
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -154,21 +171,6 @@ def test_a_graph_capture_is_limited_to_its_thread(monkeypatch: pytest.MonkeyPatc
     CudaRecorder()(lambda: torch.zeros(1))
 
     assert seen["capture_error_mode"] == "thread_local"
-
-
-def test_in_a_graph_rows_of_other_pools_use_a_zero_slot() -> None:
-    layout = slot_layout((Target("q_proj", "attn", 24, 40),), 8)
-    mine, other = (Pool(layout, torch.zeros(0, layout.size)) for _ in range(2))
-    for pool in (mine, other):
-        pool.grow(2)
-        pool.grow(2)
-    own = [Slot(mine, at, frozenset()) for at in sorted(mine.free)]
-    theirs = Slot(other, 1, frozenset())
-
-    assert [slot.index for slot in own] == [1, 2, 3, 4]
-    row = [None, theirs, own[0], own[0], own[3], theirs]
-    assert slot_per_row(row, mine, left=2) == [0, 0, 1, 1, 4, 5, 5, 5]
-    assert slot_per_row(row[:2], mine, left=1) == [0, 0, 5]
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -230,21 +232,47 @@ def test_without_a_gpu_there_are_no_graphs(new_engine: NewEngine) -> None:
     assert graph_report(decoder_of(new_engine(), {})) == "none: the plain steps run"
 
 
-def test_grouped_lora_equals_row_lora(new_engine: NewEngine) -> None:
+def test_kernel_lora_equals_row_lora(as_on_cuda: None, new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     slots = WeightSlots(engine._base.targets, CPU, torch.float32, weights.__getitem__, limit_bytes=None)
     pinned = sorted((slots.pin(run) for run in RUNS), key=slot_order)
     rows = [None, None, *(slot for slot in pinned for _ in range(3))]
-    for target in engine._base.targets[-8:]:
-        x = torch.randn(32, target.inputs)
-        ours, theirs = torch.zeros(32, target.outputs), torch.zeros(32, target.outputs)
+    siblings = {target.name: own for own in siblings_of(engine._base.targets) for target in own.targets}
+    lora = KernelLora(siblings, engine._base.router.linears, lora_tables(rows, CPU))
+    plain, xs = RowLora(rows, CPU), dict[int, torch.Tensor]()
+    for target in engine._base.targets[-8:-1]:
+        x = xs.setdefault(target.inputs, torch.randn(1, 32, target.inputs))
+        module = engine._base.router.linears[target.name]
 
-        grouped_lora(rows, CPU).add(target.name, x, ours)
-        RowLora(rows, CPU).add(target.name, x, theirs)
+        ours, theirs = (each.linear(target.name, x, module.weight, module.bias) for each in (lora, plain))
 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        assert ours.abs().max() > 0
+    x, ours, theirs = torch.randn(32, 64), torch.zeros(32, 128), torch.zeros(32, 128)
+    lora.add(UNEMBED, x, ours)
+    plain.add(UNEMBED, x, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert ours.abs().max() > 0
+
+
+def test_a_lora_kernel_with_wrong_results_is_not_used(
+    new_engine: NewEngine, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loses_a_part(*args: Any) -> torch.Tensor:
+        return plain_shrink(*args) * 0.9
+
+    def cannot(*args: Any) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    engine = new_engine()
+    for kernel, reason in ((loses_a_part, "is off by"), (cannot, "no such instruction")):
+        caplog.clear()
+        monkeypatch.setattr(lora_kernel, "shrink", kernel)
+        decoder = decoder_of(engine, trained_weights(engine))
+        assert graph_report(decoder) == "none: the plain steps run"
+        assert isinstance(decoder.runner._lora([]), RowLora)
+        assert "The LoRA kernel of decoding, without which decoding is slow," in caplog.text
+        assert reason in caplog.text
 
 
 def test_a_kernel_over_pages_with_wrong_results_is_not_used(
@@ -298,6 +326,20 @@ def test_the_reason_against_the_kernel_over_pages_is_logged(
     assert f"Decoding is slow here: {reason}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [(torch.float64, "no kernels for torch.float64"), (torch.bfloat16, "triton is not installed")],
+)
+def test_the_reason_against_the_lora_kernel_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, reason: str
+) -> None:
+    monkeypatch.setattr(lora_kernel, "missing_kernels", lambda _: "triton is not installed")
+    weight: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
+
+    assert not lora_kernel_takes(weight)
+    assert f"LoRA in decoding is slow here: {reason}" in caplog.text
+
+
 def row(position: int, pages: Sequence[int], token: int) -> Any:
     """Return a row for a token at a position, of the base model alone."""
     sequence = SimpleNamespace(token=lambda _: token)
@@ -307,14 +349,14 @@ def row(position: int, pages: Sequence[int], token: int) -> Any:
 
 def test_fixed_inputs_keep_nothing_of_an_earlier_step() -> None:
     cache: Any = SimpleNamespace(page_tokens=PAGE, dump=DUMP, device=CPU)
-    used, fresh = (Inputs(ROWS, PAGES, [], cache) for _ in range(2))
+    used, fresh = (Inputs(ROWS, PAGES, 16, cache) for _ in range(2))
     shared = [4, 5]
-    used.fill([row(40, [1, 2, 3], 7), row(20, shared, 8), row(0, [6], 9)], [], None)
+    used.fill([row(40, [1, 2, 3], 7), row(20, shared, 8), row(0, [6], 9)], None)
     shared[1] = 8  # in place, as when a shared page is copied
 
     step = [row(20, shared, 10), row(33, [1, 2, 9], 11)]
     for each in (used, fresh):
-        each.fill(step, [], None)
+        each.fill(step, None)
 
     for of_used, of_fresh in (
         (used.ids, fresh.ids),

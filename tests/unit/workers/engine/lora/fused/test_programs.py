@@ -18,6 +18,8 @@ pytestmark = needs_kernels
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 #: Largest spill of one thread of an attention kernel, for prompts with heads of 256 values.
 SPILLED_BYTES = 160
+#: The same of LoRA in decoding.
+SPILLED_BY_LORA = 4
 #: The same of a product of experts. Gates and their gradients take more registers than there are.
 SPILLED_BY_GATES = 800
 
@@ -37,12 +39,16 @@ def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
 
     assert ran.returncode == 0, ran.stderr[-2000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(rows) == 36 + 24 + 13
+    assert len(rows) == 36 + 24 + 18 + 13
     assert all(row["shared"] <= SHARED_BYTES[arch] for row in rows), rows
     # Without the hint of alignment, each value of a LoRA matrix is loaded by itself.
     assert not any(row["narrow_loads"] for row in rows if "shrink" in row["kernel"]), rows
+    assert all(row["wide_copies"] for row in rows if row["kernel"] == "shrink_rows"), rows
     attention = [row for row in rows if row["kernel"] in ("attend", "combine")]
     assert len(attention) == 24
     assert all(row["spilled"] <= SPILLED_BYTES for row in attention), attention
+    loras = [row for row in rows if row["kernel"] in ("shrink_rows", "expand_rows")]
+    assert len(loras) == 18
+    assert all(row["spilled"] <= SPILLED_BY_LORA and row["registers"] <= 128 for row in loras), loras
     experts = [row for row in rows if row["kernel"].startswith("expert_")]
     assert all(row["spilled"] <= SPILLED_BY_GATES for row in experts), experts
