@@ -271,7 +271,7 @@ class PoolClock:
         return is_changed
 
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> float:
-        """Write an idle worker's next step if it has work and may start; return the latest time of the next tick.
+        """Plan an idle worker's next step if it has work and may start; return the latest time of the next tick.
 
         If the log has changed since the queue was read, nothing is written, and the queue is read again.
         """
@@ -295,33 +295,36 @@ class PoolClock:
         if not chosen.ops:
             return math.inf  # only saves are waiting, which the worker does not accept now
 
-        tenants = {run: queue.tenant for run, queue in chosen.queues.items()}
-        span = _begin_plan(chosen.ops, began)
-        trace = traceparent_of(span) if span else ""
-        step = Step(self._cycle + 1, worker.id, chosen.ops, now, tenants, chosen.allowances, self._limit_s, trace)
-        requests = step.requests
-        failpoint("scheduler.before_plan", requests)
         try:
-            await self._dispatch.plan(self.pool, step, 0 if self._must_reload else self._seen)
+            await self._write_step(worker.id, chosen, now, began)
         except PlanOutdated:
             self._queue.unread |= chosen.queues.keys()
             return now + REPLAN_S
-        failpoint("scheduler.after_plan", requests)
-
-        self._cycle = step.cycle
-        self._count(chosen.ops, chosen.queues, now)
-        if span:
-            _end_plan(span, self.pool, step)
         clock.record_returns(back_at, self._limit_s)
-        self._queue.remove_planned(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = planner.LastCycle(frozenset(chosen.queues)), chosen.tokens
+        return math.inf
+
+    async def _write_step(self, worker: WorkerId, chosen: planner.Selection, now: float, began: float) -> None:
+        """Write the step of a plan that started at `began`, and remove its ops from the queue. Raises PlanOutdated."""
+        tenants = {run: queue.tenant for run, queue in chosen.queues.items()}
+        span = _begin_plan(chosen.ops, began)
+        trace = traceparent_of(span) if span else ""
+        step = Step(self._cycle + 1, worker, chosen.ops, now, tenants, chosen.allowances, self._limit_s, trace)
+        requests = step.requests
+        failpoint("scheduler.before_plan", requests)
+        await self._dispatch.plan(self.pool, step, 0 if self._must_reload else self._seen)
+        failpoint("scheduler.after_plan", requests)
+        self._cycle = step.cycle
+        self._count(chosen.ops, chosen.queues, now)
+        self._queue.remove_planned(chosen.ops, worker, now)
+        if span:
+            _end_plan(span, self.pool, step)
         log_requests(
             log.debug, "cycle_planned", requests, cycle=step.cycle,
-            pool=self.pool, worker=worker.id, runs=len(chosen.queues), ops=len(chosen.ops),
+            pool=self.pool, worker=worker, runs=len(chosen.queues), ops=len(chosen.ops),
             tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
-        return math.inf
 
     def _count(self, ops: Sequence[QueuedOp], queues: Mapping[RunId, RunQueue], now: float) -> None:
         """Record the waiting times until now; a pass that continues is counted only once."""

@@ -12,7 +12,7 @@ from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_experts, check_finite, check_tokens, refuse_too_long
-from cotrain_server.requests.passes import RunRequest, canonical_json, json_object, parse_run_and_seq
+from cotrain_server.requests.passes import RunAndSeq, canonical_json, json_object, parse_run_and_seq
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.ops import OpKind
@@ -36,7 +36,7 @@ class AddressedKl:
 def read_reverse_kl(content: bytes) -> AddressedKl:
     """Parse a reverse KL request. Raises Unreadable if it does not name its run."""
     fields = json_object(content)
-    address = parse_run_and_seq(RunRequest, fields)
+    at = parse_run_and_seq(RunAndSeq, fields)
     path = fields.get("reference_model_path")
     body, refusal = None, ""
     try:
@@ -48,7 +48,7 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
     except (Invalid, UnsupportedInput) as error:
         refusal = str(error)
     return AddressedKl(
-        address.model_id, address.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
+        at.model_id, at.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
     )
 
 

@@ -39,7 +39,7 @@ SKIPPED = -1
 
 
 @dataclass(frozen=True)
-class AddressedSample:
+class ParsedSample:
     """A sample request with a known sampler and number."""
 
     sampler: str
@@ -48,7 +48,7 @@ class AddressedSample:
     images: tuple[SentImage, ...] = ()
 
 
-def read_sample(content: bytes) -> AddressedSample:
+def read_sample(content: bytes) -> ParsedSample:
     """Parse an asample request as SDKs send it.
 
     Raises:
@@ -70,7 +70,7 @@ def read_sample(content: bytes) -> AddressedSample:
             "formula is not published. Choose another loss_fn, such as importance_sampling."
         )
     body, images = _body(request), tuple(_images(request.prompt))
-    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
+    return ParsedSample(request.sampling_session_id, request.seq_id, body, images)
 
 
 def _body(request: SampleRequest) -> SampleBody:
