@@ -89,7 +89,7 @@ class RunLogs:
             ops.append(QueuedOp.parse(run, seq, envelope.decode()))
         return ops
 
-    def behind(self, step: Step, most: int) -> list[QueuedOp]:
+    def waiting_after(self, step: Step, most: int) -> list[QueuedOp]:
         """Return the waiting ops after those of a step: at most `most` of each run, in order, up to the first gap.
 
         They may never be planned.

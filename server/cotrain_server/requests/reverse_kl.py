@@ -20,7 +20,7 @@ from cotrain_store.messages.runs import PoolRecord
 
 
 @dataclass(frozen=True)
-class AddressedKl:
+class ParsedKl:
     """A reverse KL request with a known run. Nothing is checked against its base model yet."""
 
     model_id: str
@@ -33,7 +33,7 @@ class AddressedKl:
     content: bytes  # canonical bytes, equal for equal requests
 
 
-def read_reverse_kl(content: bytes) -> AddressedKl:
+def read_reverse_kl(content: bytes) -> ParsedKl:
     """Parse a reverse KL request. Raises Unreadable if it does not name its run."""
     fields = json_object(content)
     at = parse_run_and_seq(RunAndSeq, fields)
@@ -47,12 +47,12 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
         refusal = first_error(error)
     except (Invalid, UnsupportedInput) as error:
         refusal = str(error)
-    return AddressedKl(
+    return ParsedKl(
         at.model_id, at.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
     )
 
 
-def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
+def reverse_kl_op(request: ParsedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
     """Check a reverse KL against its run's base model and return its op.
 
     `reference` is the weights that its path names; None is the base model alone.

@@ -34,7 +34,7 @@ from cotrain_store.messages.runs import LoraSpec, PoolRecord
 from cotrain_store.oplog.reader import oldest_rewind
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.history import read_history, read_metrics
-from cotrain_store.tenants.lists import LabelQuery
+from cotrain_store.tenants.run_labels import LabelQuery
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
