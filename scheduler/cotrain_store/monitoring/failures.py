@@ -82,13 +82,13 @@ def _of(tenant: TenantId, counts: Mapping[str, int], texts: Mapping[str, Mapping
     )
 
 
-async def most_failures(connection: Connection, most: int) -> dict[PoolId, list[tuple[TenantId, int]]]:
-    """Return the tenants of each pool with the most failed requests in total, at most `most`."""
+async def most_failures(connection: Connection, max_tenants: int) -> dict[PoolId, list[tuple[TenantId, int]]]:
+    """Return the tenants of each pool with the most failed requests in total, at most `max_tenants`."""
     found: dict[PoolId, list[tuple[TenantId, int]]] = {}
     for field, count in (await connection.hgetall(redis_keys.failure_totals())).items():
         pool, _, tenant = field.decode().rpartition("|")
         found.setdefault(PoolId(pool), []).append((TenantId(tenant), int(count)))
-    return {pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:most] for pool, rows in found.items()}
+    return {pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:max_tenants] for pool, rows in found.items()}
 
 
 class Refusals:

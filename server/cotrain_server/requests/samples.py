@@ -270,9 +270,9 @@ def _check_targets(targets: tuple[tuple[int, ...], ...], positions: int, vocab_s
                 )
 
 
-def _check_range(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise Invalid(f"{name} must be between {least} and {most}.")
+def _check_range(name: str, value: int, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise Invalid(f"{name} must be between {minimum} and {maximum}.")
 
 
 def _check_tokens(name: str, ids: Sequence[int], vocab_size: int) -> None:
