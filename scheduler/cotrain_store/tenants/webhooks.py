@@ -127,7 +127,7 @@ class Webhooks:
         return bool(self._epoch)
 
     async def due(self, count: int) -> list[DueEvent]:
-        """Return the next due event of each of at most `most` tenants, longest due first; raises Fenced."""
+        """Return the next due event of each of at most `count` tenants, longest due first; raises Fenced."""
         return await self._read({**self._own, "most": count})
 
     async def due_of(self, tenant: TenantId) -> DueEvent | None:
