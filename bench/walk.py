@@ -49,7 +49,7 @@ STEP = "WorkerLoop.execute"
 KEY = "tml-walk_secret-of-the-walk"
 KERNELS = re.compile(r"engine/(model|lora|routing|sequence_table|device)|redis_keys|messages/(ids|encoding)|failpoints")
 #: Functions of periodic tasks that serve no single request.
-BESIDE = {"Clock._drive.<locals>.scale", "Delivery.run", "repeat", "Clock._keep_lead"}
+BESIDE = {"Scheduler._drive.<locals>.scale", "Delivery.run", "repeat", "Scheduler._keep_lead"}
 RESUME = dis.opmap["RESUME"]
 OPTIONS: Options = {"list": (False, "name the files, in the order of entry")}
 

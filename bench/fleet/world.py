@@ -21,9 +21,9 @@ from typing import Any
 
 from bench.fleet.measures import Turns
 from bench.support.timing import percentile
-from cotrain_scheduler.clock import RENEW_S
 from cotrain_scheduler.planner import QUANTUM_TOKENS
-from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_scheduler.pool_scheduler import PoolScheduler
+from cotrain_scheduler.scheduler import RENEW_S
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.fleet import WorkerHeartbeat
@@ -345,7 +345,7 @@ class World:
         self._scheduler = open_connection(self._url)
         self._dispatch = Dispatch(self._scheduler, name)
         settings = SchedulerSettings(redis_url=self._url, data_dir=Path("/nowhere"), clock_period_s=PERIOD_S)
-        self._clock = PoolClock(self._dispatch, settings, POOL.id)
+        self._clock = PoolScheduler(self._dispatch, settings, POOL.id)
         self._led_at = 0.0
 
     def _later(self, after_s: float, event: Callable[[], None]) -> None:

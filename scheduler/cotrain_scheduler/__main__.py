@@ -9,8 +9,8 @@ import sys
 
 import structlog
 
-from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.planner import QUANTUM_TOKENS
+from cotrain_scheduler.scheduler import Scheduler
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.metrics_port import metrics_port, own_metrics
 from cotrain_store.monitoring.definitions import Source
@@ -27,14 +27,14 @@ async def serve(settings: SchedulerSettings, quantum_tokens: int = QUANTUM_TOKEN
     """Schedule until a signal stops the process, and return the exit status 0."""
     connection = open_connection(settings.redis_url)
     name = f"{socket.gethostname()}-{os.getpid()}"
-    clock = Clock(Dispatch(connection, name), settings, quantum_tokens=quantum_tokens)
+    scheduler = Scheduler(Dispatch(connection, name), settings, quantum_tokens=quantum_tokens)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, clock.stop)
+        loop.add_signal_handler(signum, scheduler.stop)
     log.info("scheduler_started", mode=settings.clock_mode, period_s=settings.clock_period_s)
     try:
         with metrics_port(settings, own_metrics(Source.SCHEDULER)):
-            await clock.run()
+            await scheduler.run()
     finally:
         await connection.aclose()
     log.info("scheduler_stopped")

@@ -95,7 +95,7 @@ class Fault:
         name, _, about = line.split(" ", 2)
         return name == self.name and self.about in about
 
-    def strike(self) -> None:
+    def trigger(self) -> None:
         """Execute the action. Raises OSError for `error`."""
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,7 +131,7 @@ class Faults:
         self._lock = threading.Lock()
 
     @classmethod
-    def asked_for(cls, environ: Mapping[str, str]) -> Faults | None:
+    def configured(cls, environ: Mapping[str, str]) -> Faults | None:
         """Return the faults of the environment, or None if failpoints are off."""
         text, log = environ.get("COTRAIN_FAILPOINTS"), environ.get("COTRAIN_FAILPOINTS_LOG")
         return cls(parse_faults(text) if text else [], log) if text or log else None
@@ -141,11 +141,11 @@ class Faults:
         if name not in FAILPOINTS:
             raise ValueError(f"{name!r} is no failpoint.")
         with self._lock:
-            due = self._note(f"{name} {os.getpid()} {about}")
+            due = self._due_faults(f"{name} {os.getpid()} {about}")
         for fault in due:
-            fault.strike()
+            fault.trigger()
 
-    def _note(self, line: str) -> list[Fault]:
+    def _due_faults(self, line: str) -> list[Fault]:
         """Record a failpoint and return the faults that are due."""
         if self._log is not None:
             os.write(self._log, f"{line}\n".encode())
@@ -168,7 +168,7 @@ class Faults:
         return unread[:end].decode().splitlines()
 
 
-_FAULTS = Faults.asked_for(os.environ)
+_FAULTS = Faults.configured(os.environ)
 
 
 def failpoint(name: str, about: str | Iterable[str] = "") -> None:

@@ -9,7 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 from cotrain.version import __version__
 from cotrain_server.adapter_upload.pending_files import expiring
 from cotrain_server.http import responses
-from cotrain_server.http.middleware import DirectRoutes, HeadAsGet, PathPrefix, RequestMiddleware, path_prefix
+from cotrain_server.http.middleware import DirectRoutes, HeadAsGet, RequestMiddleware
+from cotrain_server.http.path_prefix import PathPrefix, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
     account,

@@ -70,20 +70,20 @@ class LoopSlots:
 class TenantUse(Counter[TenantId]):
     """Amount of one resource that each tenant uses now, up to a limit."""
 
-    def __init__(self, refusal: Reason, most: int = 0, on_refusal: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, refusal: Reason, limit: int = 0, on_refusal: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._refusal = refusal
-        self._most = most
+        self._limit = limit
         self._on_refusal = on_refusal
 
     @contextmanager
-    def of(self, tenant: TenantId, amount: int = 0, *, most: int | None = None) -> Iterator[Callable[[int], None]]:
+    def of(self, tenant: TenantId, amount: int = 0, *, limit: int | None = None) -> Iterator[Callable[[int], None]]:
         """Use an amount until the end of the block. Yields a function that uses more.
 
         Both raise the refusal above the limit. A tenant without another block may exceed it, because the size of one
         body is limited elsewhere.
         """
-        limit, used = self._most if most is None else most, 0
+        limit, used = self._limit if limit is None else limit, 0
 
         def use(more: int) -> None:
             nonlocal used
@@ -103,10 +103,10 @@ class TenantUse(Counter[TenantId]):
                 del self[tenant]
 
 
-def tenant_requests(most: int = MAX_REQUESTS) -> TenantUse:
+def tenant_requests(limit: int = MAX_REQUESTS) -> TenantUse:
     """Return a counter of requests that counts its refusals in the metrics."""
     refused = metrics.CONNECTIONS_REFUSED.labels("tenant")
-    return TenantUse(Reason.TOO_MANY_CONNECTIONS, most, refused.inc)
+    return TenantUse(Reason.TOO_MANY_CONNECTIONS, limit, refused.inc)
 
 
 def body_memory(max_bytes: int = MAX_BODY_BYTES) -> TenantUse:

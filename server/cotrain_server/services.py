@@ -29,10 +29,12 @@ from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.tenants.checkpoints import Checkpoints
-from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
 from cotrain_store.tenants.quotas import CachedQuotas
 from cotrain_store.tenants.records import Records
+from cotrain_store.tenants.run_labels import RunLabels
+from cotrain_store.tenants.run_list import RunList
+from cotrain_store.tenants.session_search import SessionSearch
 from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.usage import Usage
 
@@ -99,8 +101,8 @@ class Services:
         self.completions.release_all()
 
 
-async def _take_keys(tenants: Tenants, settings: ServerSettings) -> None:
-    for key in await tenants.take(settings.chosen_keys):
+async def _set_chosen_keys(tenants: Tenants, settings: ServerSettings) -> None:
+    for key in await tenants.set_chosen_keys(settings.chosen_keys):
         log.warning(
             "key_left_settings",
             key=key.id,
@@ -122,7 +124,7 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
     spool = await asyncio.to_thread(settings.open_spool, new_writer("api"))
     try:
         tenants = Tenants(connection)
-        await _take_keys(tenants, settings)
+        await _set_chosen_keys(tenants, settings)
         reserve_bytes = settings.disk_reserve_bytes
         policies = Policies(connection)
         quotas = CachedQuotas(policies, settings.quotas)

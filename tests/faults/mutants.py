@@ -207,16 +207,16 @@ MUTANTS = {
     "lost change notification": Mutant(
         [
             Edit(f"{STORE}/scripts/submit.lua", "  record_change(prefix, run)\n", ""),
-            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
+            Edit(f"{SCHEDULER}/pool_scheduler.py", "if len(self._queue) != view.ready:", "if False:"),
         ],
         "no client asks twice",
     ),
     "stale in-memory queue": Mutant(
         [
-            Edit(f"{SCHEDULER}/clock.py", "if self._dispatch.epoch != epoch:", "if epoch == 0:"),
-            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
+            Edit(f"{SCHEDULER}/scheduler.py", "if self._dispatch.epoch != epoch:", "if epoch == 0:"),
+            Edit(f"{SCHEDULER}/pool_scheduler.py", "if len(self._queue) != view.ready:", "if False:"),
             Edit(  # of a run that it knows it ignores what changed, which would mend its queue with the next commit
-                f"{SCHEDULER}/pool_clock.py",
+                f"{SCHEDULER}/pool_scheduler.py",
                 "self._queue.put(view.queues)",
                 "self._queue.put(q for q in view.queues if q.run not in self._queue._runs)",
             ),

@@ -118,7 +118,7 @@ def arm() -> None:
     """Read the failpoints, as a process does on import."""
     from cotrain_store import failpoints
 
-    failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
+    failpoints._FAULTS = failpoints.Faults.configured(os.environ)
 
 
 def preload(model: str, micro_batch_tokens: str) -> None:

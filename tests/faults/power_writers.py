@@ -84,5 +84,5 @@ def digests(folder: Path) -> dict[str, str]:
 if __name__ == "__main__":
     calm, disturbed, faults = sys.argv[1:]
     promised = [write_all(Path(calm))]
-    failpoints._FAULTS = failpoints.Faults.asked_for({"COTRAIN_FAILPOINTS": faults})
+    failpoints._FAULTS = failpoints.Faults.configured({"COTRAIN_FAILPOINTS": faults})
     print(json.dumps([*promised, write_all(Path(disturbed))]))

@@ -106,7 +106,7 @@ async def test_other_commands_run_between_the_ids_of_twelve_retrieves(
 
 
 async def test_open_requests_are_limited_per_tenant(api: Api) -> None:
-    api.services.tenant_requests = tenant_requests(most=2)
+    api.services.tenant_requests = tenant_requests(limit=2)
     half = b'{"a":'
 
     async def slowly() -> AsyncIterator[bytes]:

@@ -381,7 +381,7 @@ async def test_slow_senders_of_one_tenant_cannot_fill_the_memory(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_api(empty_redis.url) as api:
-        monkeypatch.setattr(api.services.body_memory, "_most", 300)
+        monkeypatch.setattr(api.services.body_memory, "_limit", 300)
         arrived, go_on = asyncio.Event(), asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_scheduler.clock import Clock
+from cotrain_scheduler.scheduler import Scheduler
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, RunClosed, SeqConflict
@@ -172,7 +172,7 @@ async def test_the_scheduler_expires_old_gaps_only(empty_redis: EmbeddedRedis, t
         for run in (old, young):
             await log.submit(run, 2)
         log.redis.zadd(redis_keys.gaps(POOL), {old.id: (time.time() - 61) * 1000})
-        clock = Clock(log.dispatch, settings)
+        clock = Scheduler(log.dispatch, settings)
         ticking = asyncio.create_task(clock.run())
         async with log.futures() as futures, asyncio.timeout(120):
             assert isinstance(await futures.wait(old.tenant, request_id(old.id, 2), 30), Result)

@@ -103,7 +103,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the delays of decisions from minutes to moments."""
     for name, seconds in (("UP_AFTER_S", 0.2), ("DOWN_AFTER_S", 0.5), ("SPAN_S", 0.1)):
         monkeypatch.setattr(f"cotrain_scheduler.scaling.{name}", seconds)
-    monkeypatch.setattr("cotrain_scheduler.clock.DECIDE_EVERY_S", 0.05)
+    monkeypatch.setattr("cotrain_scheduler.scheduler.DECIDE_EVERY_S", 0.05)
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     monkeypatch.setattr("cotrain_workers.worker.membership.HEARTBEAT_S", 0.05)
 

@@ -51,7 +51,7 @@ async def submit_behind(log: Log, *bodies: bytes) -> tuple[Step, list[QueuedOp]]
     step = await log.plan()
     for seq, body in enumerate(bodies, start=1):
         await log.submit(run, seq, body=body)
-    return step, log.execution.logs.behind(step, 8)
+    return step, log.execution.logs.waiting_after(step, 8)
 
 
 async def test_a_body_is_decoded_ahead_and_used_once(log: Log) -> None:
@@ -90,16 +90,16 @@ async def test_an_unreadable_body_fails_as_when_it_is_planned(log: Log) -> None:
 async def test_prefetch_ends_at_a_gap(log: Log) -> None:
     run, other = await log.new_run("a"), await log.new_run("b")
     step = await log.plan()
-    assert log.execution.logs.behind(step, 8) == []
+    assert log.execution.logs.waiting_after(step, 8) == []
     for seq in (1, 2, 4):
         await log.submit(run, seq)
     await log.submit(other, 1, OpKind.OPTIM_STEP)
 
-    waiting = log.execution.logs.behind(step, 8)
+    waiting = log.execution.logs.waiting_after(step, 8)
 
     assert {op.id for op in waiting} == {(run.id, 1), (run.id, 2), (other.id, 1)}
     assert [op.kind for op in waiting if op.run == other.id] == [OpKind.OPTIM_STEP]
-    assert len(log.execution.logs.behind(step, 1)) == 2
+    assert len(log.execution.logs.waiting_after(step, 1)) == 2
 
 
 async def test_prefetched_bodies_are_few_and_short_lived(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ async def test_an_unavailable_redis_ends_the_prefetch_and_not_the_step(
         asked.append(step)
         raise RedisConnectionError
 
-    monkeypatch.setattr(log.execution.logs, "behind", is_away)
+    monkeypatch.setattr(log.execution.logs, "waiting_after", is_away)
     with Prefetcher(log.execution).during(step):
         for thread in threading.enumerate():
             if thread.name == "prefetch":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from cotrain_scheduler.clock import Clock
+from cotrain_scheduler.scheduler import Scheduler
 from cotrain_store import redis_keys
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import WorkerHeartbeat
@@ -55,7 +55,7 @@ async def scheduling(url: str, name: str) -> AsyncIterator[CountingDispatch]:
     """Run a scheduler in this process."""
     connection = open_connection(url)
     dispatch = CountingDispatch(connection, name)
-    clock = Clock(dispatch, SchedulerSettings(redis_url=url, data_dir=Path("/nowhere")))
+    clock = Scheduler(dispatch, SchedulerSettings(redis_url=url, data_dir=Path("/nowhere")))
     running = asyncio.create_task(clock.run())
     try:
         yield dispatch
@@ -216,7 +216,7 @@ async def test_more_ops_than_are_read_at_once_are_all_planned_in_order(
     led: Log, empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch_module, "MAX_OPS_PER_RUN", 4)
-    monkeypatch.setattr("cotrain_scheduler.pool_clock.MAX_OPS_PER_RUN", 4)
+    monkeypatch.setattr("cotrain_scheduler.pool_scheduler.MAX_OPS_PER_RUN", 4)
     run = await led.new_run()
     for seq in range(1, 14):
         await led.submit(run, seq, OpKind.OPTIM_STEP)

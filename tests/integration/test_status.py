@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from cotrain_scheduler.scaling import Demand, demand_of, workers_needed
-from cotrain_server.supervisor.supervisor import store_exit
 from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerExit, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.monitoring.failures import record_silent_exit, recorded_exit
 from cotrain_store.monitoring.fleet import QueueStatus, pool_status, read_fleet, read_pools, redis_status
 from cotrain_store.monitoring.recent_activity import cycle_records
+from cotrain_store.monitoring.worker_exits import record_silent_exit, recorded_exit, store_exit
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log

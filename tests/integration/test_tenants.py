@@ -94,7 +94,7 @@ def chosen(*entries: str) -> tuple[ChosenKey, ...]:
 
 async def test_a_chosen_key_is_one_tenant_for_ever_in_every_process(log: Log) -> None:
     here, there = Tenants(log.connection), Tenants(log.connection)
-    await asyncio.gather(here.take(chosen(LAB, DEV)), there.take(chosen(f"lab={LAB}", DEV)))
+    await asyncio.gather(here.set_chosen_keys(chosen(LAB, DEV)), there.set_chosen_keys(chosen(f"lab={LAB}", DEV)))
     for key in (LAB, DEV):
         assert (await here.key(key)).id == (await there.key(key)).id
         assert (await here.key(key)).tenant == (await there.key(key)).tenant
@@ -105,25 +105,25 @@ async def test_a_chosen_key_is_one_tenant_for_ever_in_every_process(log: Log) ->
 
 async def test_a_key_is_good_as_long_as_it_stands_in_the_settings(log: Log) -> None:
     before = Tenants(log.connection)
-    await before.take(chosen(LAB, DEV))
+    await before.set_chosen_keys(chosen(LAB, DEV))
     lab = await before.key(LAB)
     laptop = await before.issue("laptop", tenant=lab.tenant)
     after = Tenants(log.connection)
-    assert await after.take(chosen(DEV)) == [lab]
+    assert await after.set_chosen_keys(chosen(DEV)) == [lab]
     with pytest.raises(InvalidKey):
         await after.key(LAB)
     assert not await after.live_key(lab.id)
     assert (await after.key(laptop)).tenant == lab.tenant
     assert [key.name for key in await after.list_keys()] == ["key 0123…", "laptop"]
     again = Tenants(log.connection)
-    assert await again.take(chosen(LAB)) == [await after.key(DEV)]
+    assert await again.set_chosen_keys(chosen(LAB)) == [await after.key(DEV)]
     assert await again.key(LAB) == lab
     assert await again.live_key(lab.id)
 
 
 async def test_no_process_takes_a_key_of_anothers_settings(log: Log) -> None:
     here, there = Tenants(log.connection), Tenants(log.connection)
-    await here.take(chosen(LAB))
+    await here.set_chosen_keys(chosen(LAB))
     with pytest.raises(InvalidKey):
         await there.key(LAB)
     assert (await here.key(LAB)).in_settings
@@ -131,7 +131,7 @@ async def test_no_process_takes_a_key_of_anothers_settings(log: Log) -> None:
 
 async def test_a_chosen_key_is_taken_back_in_the_settings_and_says_so(log: Log) -> None:
     tenants = Tenants(log.connection)
-    await tenants.take(chosen(LAB))
+    await tenants.set_chosen_keys(chosen(LAB))
     (record,) = await Tenants(log.connection).list_keys()
     assert record.in_settings
     with pytest.raises(KeyInSettings, match="Remove it from --api-key, COTRAIN_API_KEYS"):
@@ -141,7 +141,7 @@ async def test_a_chosen_key_is_taken_back_in_the_settings_and_says_so(log: Log) 
 
 async def test_of_a_chosen_key_nothing_is_shown_that_leads_back_to_it(log: Log) -> None:
     tenants = Tenants(log.connection)
-    await tenants.take(chosen(LAB))
+    await tenants.set_chosen_keys(chosen(LAB))
     record = await tenants.key(LAB)
     digest = hashlib.sha256(LAB.encode()).hexdigest()
     for shown in (record.id, record.tenant):

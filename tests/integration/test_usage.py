@@ -21,7 +21,7 @@ from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.monitoring.recent_activity import TOP_MINUTES, busiest_tenants, cycle_records
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.lists import RunList
+from cotrain_store.tenants.run_list import RunList
 from cotrain_store.usage import minute_of
 from cotrain_workers.engine.engine import Engine
 from tests.support import http_api

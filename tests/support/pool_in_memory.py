@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_scheduler.planner import GATHER_S
-from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_scheduler.pool_scheduler import PoolScheduler
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
@@ -158,8 +158,8 @@ def settings_of(**settings: Any) -> SchedulerSettings:
     return SchedulerSettings.model_validate(given)
 
 
-def pool_on(store: Any, *, gather_s: float = GATHER_S, **settings: Any) -> PoolClock:
-    return PoolClock(store, settings_of(**settings), POOL, gather_s=gather_s)
+def pool_on(store: Any, *, gather_s: float = GATHER_S, **settings: Any) -> PoolScheduler:
+    return PoolScheduler(store, settings_of(**settings), POOL, gather_s=gather_s)
 
 
 def wake(worker: str | None = None, *, is_free: bool = False) -> Wake:

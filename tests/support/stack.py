@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cotrain_scheduler.clock import Clock
+from cotrain_scheduler.scheduler import Scheduler
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import PlanPolicy
@@ -119,7 +119,7 @@ async def stack(
         }
     )  # fmt: skip
     async with accepting(redis_url, data_dir, limits) as accepted:
-        clock = Clock(accepted.dispatch, settings)
+        clock = Scheduler(accepted.dispatch, settings)
         ticking = asyncio.create_task(clock.run())
         yield accepted
         clock.stop()

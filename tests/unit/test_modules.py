@@ -15,7 +15,7 @@ FOLDERS = sorted({*modules.code_folders(), *BENCHES})
 
 def test_the_page_of_modules_lists_every_file_outside_subfolders_and_arrows() -> None:
     page = modules.modules_page()
-    assert "| `clock.py` | Scheduler process: " in page
+    assert "| `scheduler.py` | Scheduler process: " in page
     assert "\n| `transport/` → wire | HTTP transport " in page
     for package in modules.PACKAGES:
         assert f"\n## `{package}/`\n" in page

@@ -67,7 +67,7 @@ def read_environment_again() -> None:
     """Repeat the effects of the environment on imported modules, where they matter."""
     imported: Mapping[str, Any] = sys.modules
     if failpoints := imported.get("cotrain_store.failpoints"):
-        failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
+        failpoints._FAULTS = failpoints.Faults.configured(os.environ)
     if hub := imported.get("huggingface_hub.constants"):
         hub.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in hub.ENV_VARS_TRUE_VALUES
     tempfile.tempdir = None

@@ -17,9 +17,9 @@ from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.metrics_port import metrics_port, own_metrics
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.failures import record_silent_exit, recorded_exit
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
+from cotrain_store.monitoring.worker_exits import record_silent_exit, recorded_exit
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import SyncConnection, check_store, open_sync_connection

@@ -414,11 +414,11 @@ class ServiceClient(ExplainsAbsent):
         Blocks until closed, so the returned future is already done. `detail` is shown to the operator with the session.
         """
 
-        async def farewell() -> None:
+        async def finish() -> None:
             await self._session.finish(status, detail)
             await self._transport.close()
 
-        self._loop.close(farewell)
+        self._loop.close(finish)
         closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         closed.set_result(None)
         return Future(closed, closed)

@@ -89,8 +89,8 @@ class BackgroundLoop:
                 raise ClientClosed(_ENDED) from None
             raise
 
-    def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel all work, run `farewell`, and end the thread. A second call does nothing."""
+    def close(self, last_work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel all work, run `last_work`, and end the thread. A second call does nothing."""
         if self._pid != os.getpid():  # a forked process inherits this object, but not the thread
             return
         with self._closing:
@@ -98,7 +98,7 @@ class BackgroundLoop:
                 return
             self.is_closed = True
         try:
-            asyncio.run_coroutine_threadsafe(cancel_all_and_run(farewell), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel_all_and_run(last_work), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -115,8 +115,8 @@ def _name_of(work: Coroutine[Any, Any, Any]) -> str:
     return getattr(work, "__name__", "the server").lstrip("_")
 
 
-async def cancel_all_and_run(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Cancel all other tasks of this loop, wait until they have ended, and run `farewell`."""
+async def cancel_all_and_run(last_work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Cancel all other tasks of this loop, wait until they have ended, and run `last_work`."""
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         # Let new tasks start first. A task cancelled before it starts never awaits its coroutine, and Python
         # warns about that; connecting tasks of httpx are an example.
@@ -124,4 +124,4 @@ async def cancel_all_and_run(farewell: Callable[[], Coroutine[Any, Any, None]]) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    await farewell()
+    await last_work()

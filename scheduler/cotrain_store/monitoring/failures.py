@@ -1,24 +1,18 @@
-"""Failures: failed and refused requests of tenants, and the last exits of workers.
-
-Scripts count failed requests when they store a result. An API process counts refusals. A worker, or its successor,
-stores its exit. A supervisor of ours stores an exit as well, later and with the exit status. Under systemd or
-Kubernetes only these functions do.
-"""
+"""Failed and refused requests of tenants. Scripts count failures when they store a result, an API process its refusals."""
 
 import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import Refused
-from cotrain_store.messages.fleet import WorkerExit, WorkerHeartbeat
-from cotrain_store.messages.ids import PoolId, TenantId, WorkerId, decode, encode
+from cotrain_store.messages.ids import PoolId, TenantId
 from cotrain_store.monitoring import metrics
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection, replies
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, replies
 from cotrain_store.usage import minute_of
 
 #: Window of `recent_failures` in minutes.
@@ -29,11 +23,6 @@ STORED_EVERY_S = 1.0
 _COUNTED = (400, 413, 429, 503)
 #: Maximum characters of a stored message.
 _CHARACTERS = 300
-#: Maximum characters of a stored reason.
-_REASON_CHARACTERS = 500
-#: Exits less than this time in s apart belong to one series.
-_SERIES_S = 600.0
-_SILENT = "It ended without a message, for example by SIGKILL or because the host had too little memory."
 
 
 @dataclass(frozen=True)
@@ -82,13 +71,13 @@ def _of(tenant: TenantId, counts: Mapping[str, int], texts: Mapping[str, Mapping
     )
 
 
-async def most_failures(connection: Connection, most: int) -> dict[PoolId, list[tuple[TenantId, int]]]:
-    """Return the tenants of each pool with the most failed requests in total, at most `most`."""
+async def most_failures(connection: Connection, max_tenants: int) -> dict[PoolId, list[tuple[TenantId, int]]]:
+    """Return the tenants of each pool with the most failed requests in total, at most `max_tenants`."""
     found: dict[PoolId, list[tuple[TenantId, int]]] = {}
     for field, count in (await connection.hgetall(redis_keys.failure_totals())).items():
         pool, _, tenant = field.decode().rpartition("|")
         found.setdefault(PoolId(pool), []).append((TenantId(tenant), int(count)))
-    return {pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:most] for pool, rows in found.items()}
+    return {pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:max_tenants] for pool, rows in found.items()}
 
 
 class Refusals:
@@ -135,40 +124,3 @@ class Refusals:
         await pipeline.execute()
         self._counts -= counts
         self._newest = {each: self._newest[each] for each in self._counts}
-
-
-@contextmanager
-def recorded_exit(connection: SyncConnection, base_model: str, worker: WorkerId) -> Iterator[None]:
-    """Store an exception of the block as the worker's last exit, and raise it again."""
-    try:
-        yield
-    except Exception as error:
-        known = type(error).__module__.startswith("cotrain")
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        with suppress(*CONNECTION_LOST):
-            _store(connection, base_model, worker, reason, time.time())
-        raise
-
-
-def record_silent_exit(
-    connection: SyncConnection, base_model: str, worker: WorkerId, predecessor: WorkerHeartbeat | None
-) -> None:
-    """Store the exit of a predecessor that left its heartbeat behind, unless its exit is stored."""
-    if predecessor is None:
-        return
-    last = _last(connection, base_model, worker)
-    if last is None or last.at < predecessor.seen_at:
-        _store(connection, base_model, worker, _SILENT, time.time())
-
-
-def _last(connection: SyncConnection, base_model: str, worker: WorkerId) -> WorkerExit | None:
-    text = connection.hget(redis_keys.worker_exits(base_model), worker)
-    return decode(WorkerExit, json.loads(text)) if text else None
-
-
-def _store(connection: SyncConnection, base_model: str, worker: WorkerId, reason: str, now_s: float) -> None:
-    last, key = _last(connection, base_model, worker), redis_keys.worker_exits(base_model)
-    since = last.since if last and now_s - last.at < _SERIES_S else now_s
-    made = WorkerExit(now_s, last.count + 1 if last else 1, reason[:_REASON_CHARACTERS], since)
-    connection.hset(key, worker, encode(made))
-    connection.expire(key, redis_keys.EXITS_TTL_S)

@@ -60,14 +60,14 @@ def stop(provider: TracerProvider) -> None:
 class BoundedProcessor(BatchSpanProcessor):
     """Batch processor of the library that also counts lost spans. The library drops them silently."""
 
-    def __init__(self, exporter: SpanExporter, most: int, source: Source) -> None:
-        self._free = threading.Semaphore(most)
+    def __init__(self, exporter: SpanExporter, max_spans: int, source: Source) -> None:
+        self._free = threading.Semaphore(max_spans)
         self._dropped = TRACE_SPANS_DROPPED[source]
         self._logged_at = -_LOGGED_EVERY_S
         super().__init__(
             _ReportingExporter(exporter, self._on_export),
-            max_queue_size=most,
-            max_export_batch_size=most if most < _BATCH else None,
+            max_queue_size=max_spans,
+            max_export_batch_size=max_spans if max_spans < _BATCH else None,
         )
 
     @override

@@ -75,9 +75,9 @@ class LoggedOp:
     error: str  # error message; empty if it did not fail
 
 
-async def newest_ops(connection: Connection, run: RunRecord, last: int, most: int) -> list[LoggedOp]:
-    """Return at most `most` ops up to seq `last`, in order. Ops with neither a log entry nor a result are left out."""
-    seqs = range(max(0, last - most + 1), last + 1)
+async def newest_ops(connection: Connection, run: RunRecord, last: int, count: int) -> list[LoggedOp]:
+    """Return at most `count` ops up to seq `last`, in order. Ops with neither a log entry nor a result are left out."""
+    seqs = range(max(0, last - count + 1), last + 1)
     if not seqs:
         return []
     envelopes, *results = await replies(
@@ -161,7 +161,7 @@ async def last_minutes(
 
 
 async def busiest_tenants(
-    connection: Connection, pools: Sequence[PoolId], now_s: float, most: int
+    connection: Connection, pools: Sequence[PoolId], now_s: float, count: int
 ) -> list[tuple[TenantId, float]]:
     """Return the tenants with the most device seconds in the last TOP_MINUTES, in descending order.
 
@@ -177,7 +177,7 @@ async def busiest_tenants(
             for row in await asyncio.gather(*rows):
                 for tenant, value in json.loads(row).items():
                     seconds[TenantId(tenant)] += float(value)
-    return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
+    return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
 def _starts(now_s: float, minutes: int) -> list[int]:

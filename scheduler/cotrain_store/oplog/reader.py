@@ -89,15 +89,15 @@ class RunLogs:
             ops.append(QueuedOp.parse(run, seq, envelope.decode()))
         return ops
 
-    def behind(self, step: Step, most: int) -> list[QueuedOp]:
-        """Return the waiting ops after those of a step: at most `most` of each run, in order, up to the first gap.
+    def waiting_after(self, step: Step, max_per_run: int) -> list[QueuedOp]:
+        """Return the waiting ops after those of a step: at most `max_per_run` of each run, in order, up to the first gap.
 
         They may never be planned.
         """
         last = {op.run: op.seq for op in step.ops}  # ops of one run are in order
         pipeline = self._redis.pipeline(transaction=False)
         for run, seq in last.items():
-            seqs = range(seq + 1, seq + 1 + most)
+            seqs = range(seq + 1, seq + 1 + max_per_run)
             pipeline.hmget(redis_keys.ops(self._pool, run), [str(each) for each in seqs])
         found = []
         for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
@@ -105,12 +105,12 @@ class RunLogs:
             found += [QueuedOp.parse(run, at, envelope.decode()) for at, envelope in enumerate(waiting, start=seq + 1)]
         return found
 
-    def ready_runs(self, most: int) -> list[RunId]:
-        """Return at most `most` runnable runs of the pool, longest waiting first.
+    def ready_runs(self, count: int) -> list[RunId]:
+        """Return at most `count` runnable runs of the pool, longest waiting first.
 
         The next plan may include some of them, for this worker or another one.
         """
-        found = self._redis.zrange(redis_keys.ready(self._pool), 0, most - 1)
+        found = self._redis.zrange(redis_keys.ready(self._pool), 0, count - 1)
         return [RunId(run.decode()) for run in found]
 
     def stored_result(self, op: QueuedOp) -> Result | None:

@@ -48,7 +48,7 @@ def named(refused: ResponseError) -> ResponseError:
 COMMANDS_AT_ONCE = 256
 #: A command, and the redis-py options for its answer.
 Command: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
-_Asked: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
+_Queued: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
 
 
 class BatchingRedis(redis.asyncio.Redis):
@@ -59,7 +59,7 @@ class BatchingRedis(redis.asyncio.Redis):
     costs the same as without batching.
     """
 
-    _asked: list[_Asked]
+    _queued: list[_Queued]
     _sending: asyncio.Task[None] | None = None
 
     @override
@@ -78,23 +78,23 @@ class BatchingRedis(redis.asyncio.Redis):
             answer.set_exception(error)
             return answer
         if self._sending is None:
-            self._asked = []
+            self._queued = []
             self._sending = asyncio.create_task(self._send())
-        self._asked.append(((args, options), answer))
+        self._queued.append(((args, options), answer))
         return answer
 
     async def _send(self) -> None:
-        batch: list[_Asked] = []
+        batch: list[_Queued] = []
         try:
-            while self._asked:
-                batch, self._asked = self._asked[:COMMANDS_AT_ONCE], self._asked[COMMANDS_AT_ONCE:]
+            while self._queued:
+                batch, self._queued = self._queued[:COMMANDS_AT_ONCE], self._queued[COMMANDS_AT_ONCE:]
                 answers = await self._answers([command for command, _ in batch])
                 for (_, answer), value in zip(batch, answers, strict=True):
                     _give(answer, value)
         finally:
             self._sending = None
             # This process ends: no caller may wait permanently.
-            for _, answer in [*batch, *self._asked]:
+            for _, answer in [*batch, *self._queued]:
                 answer.cancel()
 
     async def _answers(self, batch: Sequence[Command]) -> list[Any]:

@@ -117,7 +117,7 @@ class DeliveryLog:
         if not old:
             return
         sessions = {name.session for name, _ in old}
-        alive = await self._alive(sessions)
+        alive = await self._with_heartbeat(sessions)
         owners = await session_owners(self._redis, alive)
         read = [name for name, key_id in old if name.session in alive and is_owner(key_id, owners[name.session])]
         if read:
@@ -126,15 +126,15 @@ class DeliveryLog:
             if sent[0].session in alive or now - self._samples[sent] > _FORGET_AFTER_S:
                 del self._samples[sent]
 
-    async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
+    async def _with_heartbeat(self, sessions: set[SessionId]) -> set[SessionId]:
         asked = sorted(sessions)
         heartbeats = await self._redis.mget([redis_keys.session_heartbeat(session) for session in asked])
         return {session for session, at in zip(asked, heartbeats, strict=True) if at is not None}
 
 
-async def max_unread(connection: Connection, most: int) -> dict[TenantId, int]:
+async def largest_unread_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
     """Return the bytes of unread results of the tenants that have the most."""
-    names = await connection.zrange(redis_keys.unread_tenants(), 0, most - 1, desc=True)
+    names = await connection.zrange(redis_keys.unread_tenants(), 0, count - 1, desc=True)
     return await unread_bytes(connection, [TenantId(name.decode()) for name in names])
 
 

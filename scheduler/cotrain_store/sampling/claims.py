@@ -71,7 +71,10 @@ class SampleClaims:
         return self._put_back(crashes=0)
 
     def claim(
-        self, most: int, max_of_tenant: int | None = None, waiting: Mapping[TenantId, int] = MappingProxyType({})
+        self,
+        max_requests: int,
+        max_of_tenant: int | None = None,
+        waiting: Mapping[TenantId, int] = MappingProxyType({}),
     ) -> list[ClaimedSample]:
         """Claim waiting requests, one per tenant in turn; within a tenant, first those that only this worker can run.
 
@@ -79,8 +82,8 @@ class SampleClaims:
         connection, or an OSError, the next call returns the same requests again.
         """
         args = {
-            **self._own, "any_worker": redis_keys.ANY_WORKER, "most": most, "token": self._claim_token,
-            "max_of_tenant": most if max_of_tenant is None else max_of_tenant,
+            **self._own, "any_worker": redis_keys.ANY_WORKER, "most": max_requests, "token": self._claim_token,
+            "max_of_tenant": max_requests if max_of_tenant is None else max_of_tenant,
             "waiting": dict(waiting),
         }  # fmt: skip
         rows = self._claim(args)

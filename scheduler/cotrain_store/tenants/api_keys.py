@@ -125,7 +125,7 @@ def digest_of_key(api_key: str) -> str:
 #: Maximum time in s until a revoked key stops working.
 CACHE_S = 5.0
 #: Minimum interval in s between two writes of a key's last use by one process.
-USE_NOTED_S = 60.0
+USE_RECORDED_S = 60.0
 _CACHE_SIZE = 10_000
 _SIGNING_KEY_BYTES = 32
 
@@ -148,7 +148,7 @@ class Tenants:
         key_id = issued_key_id(api_key)  # raises for a malformed key
         digest = digest_of_key(api_key)
         if digest in self._chosen:
-            await self._note_use(self._chosen[digest])
+            await self._record_use(self._chosen[digest])
             return self._chosen[digest]
         cached = self._known.get(digest)
         if cached and time.monotonic() - cached[0] < CACHE_S:
@@ -163,7 +163,7 @@ class Tenants:
         if record.has_expired(time.time()):
             raise ExpiredKey
         _remember(self._known, digest, record)
-        await self._note_use(record)
+        await self._record_use(record)
         return record
 
     async def live_key(self, key_id: str, cache_s: float | None = None) -> KeyRecord | None:
@@ -179,7 +179,7 @@ class Tenants:
             record = await self.issued_key(key_id)
             _remember(self._live, key_id, record)
             if record and not record.has_expired(time.time()):
-                await self._note_use(record)
+                await self._record_use(record)
         return None if record is None or record.has_expired(time.time()) else record
 
     async def issued_key(self, key_id: str) -> KeyRecord | None:
@@ -222,13 +222,13 @@ class Tenants:
         await self._redis.sadd(redis_keys.api_keys(), key_id)
         return api_key
 
-    async def take(self, chosen: Sequence[ChosenKey]) -> list[KeyRecord]:
+    async def set_chosen_keys(self, chosen: Sequence[ChosenKey]) -> list[KeyRecord]:
         """Replace the chosen keys of this process, and list the new ones for operators.
 
         Returns the previously listed keys that are not in the settings any longer.
         """
         before = await self._listed()
-        self._chosen = {digest_of_key(key.api_key): await self._whose(key) for key in chosen}
+        self._chosen = {digest_of_key(key.api_key): await self._chosen_record(key) for key in chosen}
         listed = {record.id: encode(record) for record in self._chosen.values()}
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.delete(redis_keys.settings_keys())
@@ -271,13 +271,13 @@ class Tenants:
         return sorted([*issued, *await self._listed()], key=lambda record: record.created_at)
 
     async def last_uses(self) -> dict[str, float]:
-        """Return the time of each key's last use in s since the epoch, accurate to USE_NOTED_S."""
+        """Return the time of each key's last use in s since the epoch, accurate to USE_RECORDED_S."""
         found = await self._redis.hgetall(redis_keys.key_uses())
         return {key_id.decode(): float(at) for key_id, at in found.items()}
 
-    async def _note_use(self, key: KeyRecord) -> None:
+    async def _record_use(self, key: KeyRecord) -> None:
         now = time.time()
-        if now - self._used_at.get(key.id, 0.0) < USE_NOTED_S:
+        if now - self._used_at.get(key.id, 0.0) < USE_RECORDED_S:
             return
         _trim(self._used_at)
         self._used_at[key.id] = now
@@ -293,7 +293,7 @@ class Tenants:
         found = await self._redis.hvals(redis_keys.settings_keys())
         return [decode(KeyRecord, json.loads(record)) for record in found]
 
-    async def _whose(self, chosen: ChosenKey) -> KeyRecord:
+    async def _chosen_record(self, chosen: ChosenKey) -> KeyRecord:
         """Return the record of a chosen key. An unknown key permanently gets a new tenant."""
         digest = digest_of_key(chosen.api_key)
         fresh = KeyRecord(

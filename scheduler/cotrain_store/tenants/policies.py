@@ -122,9 +122,9 @@ async def run_bytes(connection: Connection, tenant: TenantId) -> int:
     return int(await connection.zscore(redis_keys.run_bytes(), tenant) or 0)
 
 
-async def largest_run_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
+async def largest_run_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
     """Return the bytes held by runs, for the tenants with the most."""
-    rows = await connection.zrange(redis_keys.run_bytes(), 0, most - 1, desc=True, withscores=True)
+    rows = await connection.zrange(redis_keys.run_bytes(), 0, count - 1, desc=True, withscores=True)
     return {TenantId(name.decode()): int(weight) for name, weight in rows}
 
 

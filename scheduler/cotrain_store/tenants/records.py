@@ -112,9 +112,9 @@ class Records:
         }  # fmt: skip
         answer = await self._session(args)
         if answer == b"SESSIONS":
-            most = f"{quotas.sessions:,} of {quotas.sessions:,} sessions of this tenant are open"
+            usage = f"{quotas.sessions:,} of {quotas.sessions:,} sessions of this tenant are open"
             remedy = "Close a client, or wait until idle sessions end."
-            raise Refused(Reason.SESSION_QUOTA_REACHED, f"{most} (quota sessions). {remedy}")
+            raise Refused(Reason.SESSION_QUOTA_REACHED, f"{usage} (quota sessions). {remedy}")
         if answer == b"RECORDS":
             raise Refused(Reason.RECORD_QUOTA_REACHED)
         await self._mark_alive(session)

@@ -126,9 +126,9 @@ class Webhooks:
         self._epoch = answer.decode()
         return bool(self._epoch)
 
-    async def due(self, most: int) -> list[DueEvent]:
-        """Return the next due event of each of at most `most` tenants, longest due first; raises Fenced."""
-        return await self._read({**self._own, "most": most})
+    async def due(self, count: int) -> list[DueEvent]:
+        """Return the next due event of each of at most `count` tenants, longest due first; raises Fenced."""
+        return await self._read({**self._own, "most": count})
 
     async def due_of(self, tenant: TenantId) -> DueEvent | None:
         """Return a tenant's next due event; raises Fenced."""

@@ -174,9 +174,9 @@ class LimitedProtocol(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
 
-def limited_protocol(most: int) -> type[LimitedProtocol]:
-    """Return the protocol class of a process that holds `most` connections."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": most})
+def limited_protocol(max_connections: int) -> type[LimitedProtocol]:
+    """Return the protocol class of a process that holds `max_connections` connections."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections})
 
 
 def allow_many_connections() -> int:
@@ -184,8 +184,8 @@ def allow_many_connections() -> int:
 
     Returns the number of descriptors available for connections.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return max_connections()
 
 

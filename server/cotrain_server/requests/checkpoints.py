@@ -21,7 +21,7 @@ from cotrain_server.requests.checkpoint_validation import (
     check_ttl,
 )
 from cotrain_server.requests.pass_ops import Op, digest_of
-from cotrain_server.requests.passes import AddressedFields, canonical_json, op_or_refusal
+from cotrain_server.requests.passes import ParsedFields, canonical_json, op_or_refusal
 from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import encode, sampler_id
 from cotrain_store.messages.ops import OpKind
@@ -31,12 +31,12 @@ from cotrain_store.messages.runs import DEFAULT_ALPHA, CheckpointKind, LoraSpec,
 UNNAMED = "interpolated"
 MAX_SOURCES = 64
 
-SaveReader = Callable[[AddressedFields, RunRecord], SaveRequest]
+SaveReader = Callable[[ParsedFields, RunRecord], SaveRequest]
 
 Shape = TypeVar("Shape", bound=BaseModel)
 
 
-def save_op(request: AddressedFields, run: RunRecord, kind: CheckpointKind) -> Op:
+def save_op(request: ParsedFields, run: RunRecord, kind: CheckpointKind) -> Op:
     """Check a save of a kind and return its op."""
     # SDK 0.38 assigns a new sampler number each time it repeats a save. The first number counts.
     is_unnamed = request.fields.get("sampling_session_seq_id") is not None
@@ -53,7 +53,7 @@ def save_op(request: AddressedFields, run: RunRecord, kind: CheckpointKind) -> O
     return op_or_refusal(make, content)
 
 
-def _training(request: AddressedFields, run: RunRecord) -> SaveRequest:
+def _training(request: ParsedFields, run: RunRecord) -> SaveRequest:
     wanted = SaveWeightsRequest.model_validate(request.fields)
     return SaveRequest(
         name=f"{request.seq:06d}" if wanted.path is None else wanted.path,
@@ -64,7 +64,7 @@ def _training(request: AddressedFields, run: RunRecord) -> SaveRequest:
     )
 
 
-def _for_sampler(request: AddressedFields, run: RunRecord) -> SaveRequest:
+def _for_sampler(request: ParsedFields, run: RunRecord) -> SaveRequest:
     wanted = SaveWeightsForSamplerRequest.model_validate(request.fields)
     number = wanted.sampling_session_seq_id
     if (wanted.path is None) == (number is None):
@@ -81,7 +81,7 @@ def _for_sampler(request: AddressedFields, run: RunRecord) -> SaveRequest:
     )
 
 
-def _external(request: AddressedFields, run: RunRecord) -> SaveRequest:
+def _external(request: ParsedFields, run: RunRecord) -> SaveRequest:
     wanted = SaveWeightsExternalRequest.model_validate(request.fields)
     recipients = wanted.age_encryption_recipients
     if recipients is not None:
@@ -110,7 +110,7 @@ def read_as(shape: type[Shape], fields: dict[str, Any]) -> Shape:
         raise Invalid(first_error(error)) from error
 
 
-def load_op(request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord) -> Op:
+def load_op(request: ParsedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord) -> Op:
     """Return the op of a load into a run. Raises Invalid if the weights do not fit."""
     check_fits(weights, run, optimizer=wanted.optimizer)
     check_optimizer(weights, optimizer=wanted.optimizer)

@@ -99,7 +99,7 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
     try:
         message = parse_pass(request.body)
         _check_counts(message)
-        _check_address(message, request)
+        _check_run_and_seq(message, request)
         is_changed = _drop_unread(message, forward_only=request.forward_only)
         content = canonical(message)
         body = content if is_changed else request.body
@@ -114,7 +114,7 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
     return Op(kind, body, tokens, digest_of(content))
 
 
-def pass_op_apart(request: ParsedPass, pool: PoolRecord) -> Op:
+def pass_op_in_child(request: ParsedPass, pool: PoolRecord) -> Op:
     """Return the op of `pass_op` for a caller in another process. Its body is empty if it equals that of the request.
 
     Sending an unchanged body back through the pipe would take a tenth of the time of the check.
@@ -128,7 +128,7 @@ def _has_sparse(message: PassMessage) -> bool:
     return any(tensor.HasField("sparse_csr") for tensor in tensors)
 
 
-def _check_address(message: PassMessage, request: ParsedPass) -> None:
+def _check_run_and_seq(message: PassMessage, request: ParsedPass) -> None:
     if (message.model_id, message.seq_id) != (request.model_id, request.seq or 0):
         raise Invalid("model_id and seq_id: given twice.")
 

@@ -32,18 +32,18 @@ from cotrain_store.messages.runs import MetricsEntry
 MAX_NAMES = 128
 
 
-class RunRequest(WireModel):
+class RunAndSeq(WireModel):
     """Run and position of a pass or a step. The server assigns a missing position."""
 
     model_id: Name
     seq_id: SeqId | None = None
 
 
-_Address = TypeVar("_Address", SequencedRequest, RunRequest)
+_Position = TypeVar("_Position", SequencedRequest, RunAndSeq)
 
 
 @dataclass(frozen=True)
-class AddressedStep:
+class ParsedStep:
     """An optim_step with a known run. Nothing else is checked yet."""
 
     model_id: str
@@ -52,7 +52,7 @@ class AddressedStep:
 
 
 @dataclass(frozen=True)
-class AddressedFields:
+class ParsedFields:
     """A save or a load with a known run and position. Nothing else is checked yet."""
 
     model_id: str
@@ -74,8 +74,8 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
             f"model_id must come before the first datum, within the first {HEAD_BYTES} bytes, in a large request."
         )
     seq = message.seq_id or None  # protobuf cannot distinguish a missing number from 0
-    address = parse_run_and_seq(RunRequest, {"model_id": message.model_id, "seq_id": seq})
-    return ParsedPass.of(address.model_id, address.seq_id, body, message, forward_only=forward_only)
+    at = parse_run_and_seq(RunAndSeq, {"model_id": message.model_id, "seq_id": seq})
+    return ParsedPass.of(at.model_id, at.seq_id, body, message, forward_only=forward_only)
 
 
 def start_of_pass(body: bytes) -> PassMessage:
@@ -93,7 +93,7 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
         Unreadable: not a JSON object, or without a run.
     """
     fields = json_object(body)
-    address = parse_run_and_seq(RunRequest, fields)
+    at = parse_run_and_seq(RunAndSeq, fields)
     try:
         message = _pass_message(fields, forward_only=forward_only)
     except ValidationError as error:
@@ -102,8 +102,8 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
         refusal = str(error)
     else:
         converted = canonical(message)
-        return ParsedPass.of(address.model_id, address.seq_id, converted, message, forward_only=forward_only)
-    return ParsedPass(address.model_id, address.seq_id, canonical_json(fields), needs_child=False, refusal=refusal)
+        return ParsedPass.of(at.model_id, at.seq_id, converted, message, forward_only=forward_only)
+    return ParsedPass(at.model_id, at.seq_id, canonical_json(fields), needs_child=False, refusal=refusal)
 
 
 def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
@@ -122,21 +122,21 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
     )
 
 
-def read_fields(body: bytes) -> AddressedFields:
+def read_fields(body: bytes) -> ParsedFields:
     """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a position."""
     fields = json_object(body)
-    address = parse_run_and_seq(SequencedRequest, fields)
-    return AddressedFields(address.model_id, address.seq_id, fields)
+    at = parse_run_and_seq(SequencedRequest, fields)
+    return ParsedFields(at.model_id, at.seq_id, fields)
 
 
-def read_step(body: bytes) -> AddressedStep:
+def read_step(body: bytes) -> ParsedStep:
     """Parse an optim_step. Raises Unreadable as `read_json_pass` does."""
     fields = json_object(body)
-    address = parse_run_and_seq(RunRequest, fields)
-    return AddressedStep(address.model_id, address.seq_id, fields)
+    at = parse_run_and_seq(RunAndSeq, fields)
+    return ParsedStep(at.model_id, at.seq_id, fields)
 
 
-def step_op(request: AddressedStep) -> Op:
+def step_op(request: ParsedStep) -> Op:
     """Check an optim_step and return its op."""
     return op_or_refusal(lambda: _step_op(request.fields), canonical_json(request.fields))
 
@@ -152,7 +152,7 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
     return Op.rejected(refusal, content)
 
 
-def metrics_op(request: AddressedFields, known: Collection[str]) -> Op:
+def metrics_op(request: ParsedFields, known: Collection[str]) -> Op:
     """Check metrics and return their op. `known` are the names in the run's history."""
     content = canonical_json(request.fields)
 
@@ -169,7 +169,7 @@ def metrics_op(request: AddressedFields, known: Collection[str]) -> Op:
     return op_or_refusal(make, content)
 
 
-def rewind_op(request: AddressedFields) -> Op:
+def rewind_op(request: ParsedFields) -> Op:
     """Check a rewind and return its op. Its worker checks that the log of the run reaches the step."""
     content = canonical_json(request.fields)
 
@@ -218,7 +218,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def parse_run_and_seq(kind: type[_Address], fields: dict[str, Any]) -> _Address:
+def parse_run_and_seq(kind: type[_Position], fields: dict[str, Any]) -> _Position:
     """Parse the run and position of a request. Raises Unreadable if they are missing."""
     try:
         return kind.model_validate(fields)

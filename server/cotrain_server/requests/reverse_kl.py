@@ -12,7 +12,7 @@ from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_experts, check_finite, check_tokens, refuse_too_long
-from cotrain_server.requests.passes import RunRequest, canonical_json, json_object, parse_run_and_seq
+from cotrain_server.requests.passes import RunAndSeq, canonical_json, json_object, parse_run_and_seq
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.ops import OpKind
@@ -20,7 +20,7 @@ from cotrain_store.messages.runs import PoolRecord
 
 
 @dataclass(frozen=True)
-class AddressedKl:
+class ParsedKl:
     """A reverse KL request with a known run. Nothing is checked against its base model yet."""
 
     model_id: str
@@ -33,10 +33,10 @@ class AddressedKl:
     content: bytes  # canonical bytes, equal for equal requests
 
 
-def read_reverse_kl(content: bytes) -> AddressedKl:
+def read_reverse_kl(content: bytes) -> ParsedKl:
     """Parse a reverse KL request. Raises Unreadable if it does not name its run."""
     fields = json_object(content)
-    address = parse_run_and_seq(RunRequest, fields)
+    at = parse_run_and_seq(RunAndSeq, fields)
     path = fields.get("reference_model_path")
     body, refusal = None, ""
     try:
@@ -47,12 +47,12 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
         refusal = first_error(error)
     except (Invalid, UnsupportedInput) as error:
         refusal = str(error)
-    return AddressedKl(
-        address.model_id, address.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
+    return ParsedKl(
+        at.model_id, at.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
     )
 
 
-def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
+def reverse_kl_op(request: ParsedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
     """Check a reverse KL against its run's base model and return its op.
 
     `reference` is the weights that its path names; None is the base model alone.

@@ -39,7 +39,7 @@ SKIPPED = -1
 
 
 @dataclass(frozen=True)
-class AddressedSample:
+class ParsedSample:
     """A sample request with a known sampler and number."""
 
     sampler: str
@@ -48,7 +48,7 @@ class AddressedSample:
     images: tuple[SentImage, ...] = ()
 
 
-def read_sample(content: bytes) -> AddressedSample:
+def read_sample(content: bytes) -> ParsedSample:
     """Parse an asample request as SDKs send it.
 
     Raises:
@@ -70,7 +70,7 @@ def read_sample(content: bytes) -> AddressedSample:
             "formula is not published. Choose another loss_fn, such as importance_sampling."
         )
     body, images = _body(request), tuple(_images(request.prompt))
-    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
+    return ParsedSample(request.sampling_session_id, request.seq_id, body, images)
 
 
 def _body(request: SampleRequest) -> SampleBody:
@@ -270,9 +270,9 @@ def _check_targets(targets: tuple[tuple[int, ...], ...], positions: int, vocab_s
                 )
 
 
-def _check_range(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise Invalid(f"{name} must be between {least} and {most}.")
+def _check_range(name: str, value: int, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise Invalid(f"{name} must be between {minimum} and {maximum}.")
 
 
 def _check_tokens(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -19,7 +19,7 @@ from cotrain.wire.runs import AdamParams, SweepFuture, UntypedAPIFuture
 from cotrain_server.errors import Unreadable, status_of
 from cotrain_server.requests.pass_head import split_sweep, too_many_runs
 from cotrain_server.requests.pass_ops import Op, ParsedPass
-from cotrain_server.requests.passes import RunRequest, adam_op, op_or_refusal, parse_run_and_seq, start_of_pass
+from cotrain_server.requests.passes import RunAndSeq, adam_op, op_or_refusal, parse_run_and_seq, start_of_pass
 from cotrain_server.services import Services
 from cotrain_store.errors import MalformedBody, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
@@ -145,12 +145,12 @@ def _of_each(field: str, values: Sequence[T], runs: int) -> Sequence[T]:
 
 def _entry(number: int, model_id: str, seq_id: int, step: Op | None) -> SweepEntry:
     try:
-        address = parse_run_and_seq(RunRequest, {"model_id": model_id, "seq_id": seq_id or None})
+        at = parse_run_and_seq(RunAndSeq, {"model_id": model_id, "seq_id": seq_id or None})
     except Unreadable as error:
         raise Unreadable(f"runs[{number}].{error}") from error
-    if address.seq_id is None:
+    if at.seq_id is None:
         raise Unreadable(f"runs[{number}].seq_id must be 1 or more.")
-    return SweepEntry(address.model_id, address.seq_id, step)
+    return SweepEntry(at.model_id, at.seq_id, step)
 
 
 def _step_op(numbers: dict[str, float]) -> Op:

@@ -30,8 +30,8 @@ from cotrain_store.messages.runs import Tenant
 from cotrain_store.results.delivery_log import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.lists import Stored
 from cotrain_store.tenants.policies import run_bytes
+from cotrain_store.tenants.session_search import Stored
 
 keys_router = tenant_router("auth", "/api/v1/auth")
 

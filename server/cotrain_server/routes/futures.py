@@ -99,7 +99,7 @@ POLLS = (
 async def _result(services: Services, reader: Tenant, request: RequestId, hold_s: float, accept: str) -> Response:
     began, tenant = time.time(), reader.id
     key_id = reader.key_id if reader.may_change else None
-    with services.polls_by_tenant.of(tenant, 1, most=(await services.quotas.of(tenant)).polls):
+    with services.polls_by_tenant.of(tenant, 1, limit=(await services.quotas.of(tenant)).polls):
         outcome = await services.futures.wait(tenant, request, hold_s, key_id)
     if isinstance(outcome, Pending):
         return try_again(request, outcome.queue_state, outcome.reason)
@@ -115,7 +115,7 @@ async def _result(services: Services, reader: Tenant, request: RequestId, hold_s
 
 async def _ended(services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float) -> Response:
     quotas = await services.quotas.of(sampler.tenant)
-    with services.polls_by_tenant.of(sampler.tenant, 1, most=quotas.polls):
+    with services.polls_by_tenant.of(sampler.tenant, 1, limit=quotas.polls):
         completions, cursor = await services.completions.wait(sampler, clone, after, hold_s)
     ended = RetrieveFuturesResponse(completions=[_completion(completion) for completion in completions], cursor=cursor)
     return Response(ended.model_dump_json(exclude_none=True), media_type="application/json")

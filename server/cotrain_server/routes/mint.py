@@ -12,7 +12,7 @@ from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loada
 from cotrain_server.requests.checkpoints import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.requests.pass_ops import Op
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.reverse_kl import AddressedKl, read_reverse_kl, reverse_kl_op
+from cotrain_server.requests.reverse_kl import ParsedKl, read_reverse_kl, reverse_kl_op
 from cotrain_server.requests.submission import idempotency_key, new_run, submit
 from cotrain_server.services import Services
 from cotrain_store.messages.ids import TenantId, WeightsRef, request_id
@@ -44,7 +44,7 @@ async def forward_backward_reverse_kl(request: Request, services: ServicesDep, t
         return await submit(services, run, wanted.seq, op, key)
 
 
-async def _reference(services: Services, tenant: TenantId, wanted: AddressedKl, pool: PoolRecord) -> WeightsRef | None:
+async def _reference(services: Services, tenant: TenantId, wanted: ParsedKl, pool: PoolRecord) -> WeightsRef | None:
     """Return the weights that a request names as its reference; None for the base model alone.
 
     Also None for a path that is not a string, which `reverse_kl_op` refuses.

@@ -34,7 +34,7 @@ from cotrain_store.messages.runs import LoraSpec, PoolRecord
 from cotrain_store.oplog.reader import oldest_rewind
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.history import read_history, read_metrics
-from cotrain_store.tenants.lists import LabelQuery
+from cotrain_store.tenants.run_labels import LabelQuery
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -56,8 +56,8 @@ async def create_model(request: CreateModelRequest, services: ServicesDep, tenan
     run = new_run(session, request.model_seq_id, pool, lora, request.user_metadata)
     request_id = await services.intake.create_run(run)
     if request.note or request.tags:
-        most = (await services.quotas.of(tenant.id)).record_bytes
-        await services.run_labels.set(run, most, note=request.note, tags=request.tags)
+        max_bytes = (await services.quotas.of(tenant.id)).record_bytes
+        await services.run_labels.set(run, max_bytes, note=request.note, tags=request.tags)
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
@@ -185,9 +185,9 @@ async def update_training_run(
 ) -> wire.TrainingRun:
     """Set a run's note or tags, by which lists and searches find it."""
     run = await services.records.run(tenant.id, run_id)
-    most = (await services.quotas.of(tenant.id)).record_bytes
+    max_bytes = (await services.quotas.of(tenant.id)).record_bytes
     async with services.audit.act(tenant, AuditEvent.RUN_LABEL, {"run": run.id}):
-        await services.run_labels.set(run, most, note=changes.note, tags=changes.tags)
+        await services.run_labels.set(run, max_bytes, note=changes.note, tags=changes.tags)
     entry = await services.catalog.run(tenant.id, run_id, accessible=False)
     return training_run_of(entry, tenant.id)
 

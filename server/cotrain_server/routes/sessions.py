@@ -27,7 +27,8 @@ from cotrain_server.services import Services
 from cotrain_server.views.records import cursor_at, matches, may_find, position_of, summary_of, text_by_name
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.lists import Cursor, LabelQuery, SessionEntry, Stored
+from cotrain_store.tenants.run_labels import LabelQuery
+from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 router = tenant_router("sessions")
 
@@ -221,7 +222,7 @@ async def _search(
     labelled = await services.run_labels.matching(tenant, labels) if labels else None
     found: list[SessionEntry] = []
     for _ in range(MAX_EXAMINED // READ_AT_ONCE):
-        entries = await services.session_search.behind(tenant, position, READ_AT_ONCE)
+        entries = await services.session_search.after(tenant, position, READ_AT_ONCE)
         for number, entry in enumerate(entries, 1):
             position = entry.cursor
             has_labels = labelled is None or not labelled.isdisjoint(entry.runs)

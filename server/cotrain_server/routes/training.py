@@ -17,7 +17,7 @@ from cotrain_server.errors import BodyTooLarge, Invalid
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, body_of, queued_body, tenant_router
 from cotrain_server.requests import passes
-from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_apart
+from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_in_child
 from cotrain_server.requests.submission import SweepEntry, idempotency_key, joint_ops, read_sweep, submit, sweep_future
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused, RunNotFound
@@ -87,7 +87,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
         pool = await services.records.pool(pool_id)
         if pool is None:
             raise BaseModelNotServed(f"Base model {base_model!r} is not served here any more.")
-        batch = await _pass_op(services, tenant, sweep.batch, pool)
+        batch = await _checked_op(services, tenant, sweep.batch, pool)
         quotas = await services.quotas.of(tenant.id)
         for entry, run in zip(sweep.entries, runs, strict=True):
             joint += joint_ops(run, entry, batch, quotas.tokens, quotas.bytes) if run else ()
@@ -108,23 +108,23 @@ async def _run_or_none(services: Services, tenant: Tenant, entry: SweepEntry) ->
 async def _queue_pass(request: Request, services: Services, tenant: Tenant, *, forward_only: bool) -> UntypedAPIFuture:
     body = await request.body()
     if is_protobuf(request):
-        addressed = passes.read_binary_pass(body, forward_only=forward_only)
+        parsed = passes.read_binary_pass(body, forward_only=forward_only)
     elif is_json(request):
         read = partial(passes.read_json_pass, body, forward_only=forward_only)
-        addressed = await services.parser.parse_json(tenant.id, body_weight(request), read)
+        parsed = await services.parser.parse_json(tenant.id, body_weight(request), read)
     else:
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send application/json or {PROTOBUF}.")
-    run, pool = await services.records.run_and_pool(tenant.id, addressed.model_id)
-    op = await _pass_op(services, tenant, addressed, pool)
-    return await submit(services, run, addressed.seq, op, idempotency_key(request))
+    run, pool = await services.records.run_and_pool(tenant.id, parsed.model_id)
+    op = await _checked_op(services, tenant, parsed, pool)
+    return await submit(services, run, parsed.seq, op, idempotency_key(request))
 
 
-async def _pass_op(services: Services, tenant: Tenant, addressed: ParsedPass, pool: PoolRecord) -> Op:
+async def _checked_op(services: Services, tenant: Tenant, parsed: ParsedPass, pool: PoolRecord) -> Op:
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
-    if not addressed.needs_child:
-        return pass_op(addressed, pool)
+    if not parsed.needs_child:
+        return pass_op(parsed, pool)
     try:
-        op = await services.parser.run_in_child(tenant.id, pass_op_apart, addressed, pool)
+        op = await services.parser.run_in_child(tenant.id, pass_op_in_child, parsed, pool)
     except BodyTooLarge as refused:
-        return await services.parser.run(tenant.id, len(addressed.body), Op.rejected, str(refused), addressed.body)
-    return op if op.body else replace(op, body=addressed.body)
+        return await services.parser.run(tenant.id, len(parsed.body), Op.rejected, str(refused), parsed.body)
+    return op if op.body else replace(op, body=parsed.body)

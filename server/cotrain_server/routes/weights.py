@@ -139,10 +139,10 @@ async def fork_run(request: ForkRunRequest, services: ServicesDep, tenant: Tenan
     runs = [new_run(session, numbers[at], pool, weights.lora, metadata[at]) for at in range(len(numbers))]
     ops = [JointOp(run, 0, OpKind.LOAD, body, 0, digest, weights.ref) for run in runs]
     accepted = await services.intake.submit_together(tenant.id, ops)
-    most = (await services.quotas.of(tenant.id)).record_bytes
+    max_bytes = (await services.quotas.of(tenant.id)).record_bytes
     for op, each in zip(ops, accepted, strict=True):
         if request.tags and isinstance(each, str):
-            await services.run_labels.set(op.run, most, tags=request.tags)
+            await services.run_labels.set(op.run, max_bytes, tags=request.tags)
     return SweepFutures(runs=[sweep_future(op.run.id, [each]) for op, each in zip(ops, accepted, strict=True)])
 
 

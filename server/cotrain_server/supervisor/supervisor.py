@@ -22,11 +22,9 @@ from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
 from cotrain_server.supervisor.logs import follow, mend_log
 from cotrain_server.supervisor.process import CannotServe, ManagedProcess, Program
 from cotrain_server.supervisor.programs import Plan, Programs
-from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.messages.fleet import WorkerExit
-from cotrain_store.messages.ids import encode
+from cotrain_store.monitoring.worker_exits import store_exit
 from cotrain_store.process_start import ANY_ADDRESS, address, listen
 from cotrain_store.redis_client.connection import CONNECTION_LOST, check_store, open_connection, open_sync_connection
 from cotrain_store.tenants.api_keys import Tenants
@@ -36,8 +34,6 @@ LOCK_PATIENCE_S = 5.0
 POLL_S = 0.05
 READY_POLL_S = 0.2
 LOGS_EVERY_S = 60.0
-#: Maximum delay of a restart by the store of the last exit, in seconds.
-STORE_TIMEOUT_S = 1.0
 #: Normal duration of a start, without a message to the operator.
 SILENCE_S = 10.0
 
@@ -197,20 +193,6 @@ class Supervisor:
         if problem is not None:
             self._problems[process] = problem
         write_problems(folder.path, self._problems)
-
-
-async def store_exit(redis_url: str, base_model: str, worker: str, last: WorkerExit) -> None:
-    """Store the last exit of a worker for the pages. Without Redis it is not stored."""
-    connection = open_connection(redis_url)
-    key = redis_keys.worker_exits(base_model)
-    try:
-        async with asyncio.timeout(STORE_TIMEOUT_S):
-            await connection.hset(key, worker, encode(last))
-            await connection.expire(key, redis_keys.EXITS_TTL_S)
-    except (TimeoutError, *CONNECTION_LOST):
-        pass
-    finally:
-        await connection.aclose()
 
 
 async def _keep_logs_short(folder: DataFolder) -> None:

@@ -26,7 +26,7 @@ from cotrain_server.text_apis.message_parts import MessageFormat, MessageParts, 
 from cotrain_server.text_apis.prompts import Chat, Target, accepted_chat, find_target
 from cotrain_server.text_apis.route import ANSWERED, Refusal, refusal_of
 from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.ids import TenantId
 

@@ -92,7 +92,7 @@ class Generation:
         quotas = await services.quotas.of(target.sampler.tenant)
         # An error in this block cancels the submitted requests. After `pop_all`, `close` does so.
         with generation._cleanup as cleanup:
-            cleanup.enter_context(services.polls_by_tenant.of(target.sampler.tenant, 1, most=quotas.polls))
+            cleanup.enter_context(services.polls_by_tenant.of(target.sampler.tenant, 1, limit=quotas.polls))
             cleanup.callback(generation._cancel_unfinished)
             for prompt, body in enumerate(bodies):
                 await generation._submit(prompt, body)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.message_parts import MessageFormat
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from cotrain_server.text_apis.tools import ToolForm, ToolUse
 from cotrain_store.bodies.sample_body import MAX_GRAMMAR_CHARACTERS, grammar_limits
 

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from cotrain_server.text_apis.token_texts import possible_start
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from cotrain_server.text_apis.tools import (
     CLOSE_THINKING,
     MARKER_TOKENS,

@@ -15,7 +15,7 @@ from cotrain_server.text_apis.openai_requests import CompletionRequest, Generati
 from cotrain_server.text_apis.prompts import find_target, prompt_bodies, text_weight, written_characters
 from cotrain_server.text_apis.route import Refusal
 from cotrain_server.text_apis.token_texts import Part, TokenTexts
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from cotrain_server.text_apis.tools import Call
 from cotrain_store.messages.ids import TenantId
 

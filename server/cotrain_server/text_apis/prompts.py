@@ -15,7 +15,8 @@ from cotrain_server.services import Services
 from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import answer_grammar, check_grammar
 from cotrain_server.text_apis.message_parts import MessageFormat
-from cotrain_server.text_apis.tokenizer_cache import Language, TextGrowth, Tokenizer, language_of
+from cotrain_server.text_apis.tokenizer import TextGrowth, Tokenizer
+from cotrain_server.text_apis.tokenizer_cache import Language, language_of
 from cotrain_server.text_apis.tools import OPEN_THINKING, ToolUse
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import BaseModelNotServed

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer
+from cotrain_server.text_apis.tokenizer import TextGrowth, Tokenizer
 
 
 def possible_start(text: str, markers: Sequence[str]) -> int:

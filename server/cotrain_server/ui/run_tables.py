@@ -15,7 +15,7 @@ from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.recent_activity import LoggedOp
-from cotrain_store.tenants.lists import RunPosition
+from cotrain_store.tenants.run_list import RunPosition
 
 #: Filters of a list, and the states that they select.
 STATES: Mapping[str, RunState] = {"live": RunState.LIVE, "ended": RunState.CLOSED, "failed": RunState.FAILED}

@@ -13,7 +13,8 @@ from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState, SessionRecord
 from cotrain_store.tenants.catalog import RunEntry
-from cotrain_store.tenants.lists import Cursor, RunPosition, SessionEntry, Stored
+from cotrain_store.tenants.run_list import RunPosition
+from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 #: Owner shown for published runs of others, because no tenant may learn another's id.
 ANOTHER_TENANT = "another tenant"

@@ -30,7 +30,7 @@ from cotrain_store.monitoring.metrics import TENANTS_SHOWN
 from cotrain_store.monitoring.recent_activity import cycle_records
 from cotrain_store.redis_client.clients import REFUSALS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.results.delivery_log import max_unread, unread_bytes
+from cotrain_store.results.delivery_log import largest_unread_bytes, unread_bytes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import largest_run_bytes, run_bytes
 
@@ -124,7 +124,7 @@ async def whole_status(services: Services) -> dict[str, Any]:
         "pools": [
             {**shown, **await _details(services, pool)} for shown, pool in zip(brief["pools"], fleet.pools, strict=True)
         ],
-        "unread_bytes": await max_unread(connection, TENANTS_SHOWN),
+        "unread_bytes": await largest_unread_bytes(connection, TENANTS_SHOWN),
         "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
         "waiters": services.futures.waiters,
     }

@@ -13,8 +13,8 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.failures import TenantFailures, recent_failures
 from cotrain_store.monitoring.fleet import PoolStatus, WorkerStatus, read_fleet
-from cotrain_store.tenants.lists import RunPosition
 from cotrain_store.tenants.policies import read_policy
+from cotrain_store.tenants.run_list import RunPosition
 
 #: A refusal within this time explains why a run has no request.
 REFUSED_S = 60.0

@@ -71,8 +71,8 @@ class Delivery:
     async def _deliver_due(self) -> None:
         now = time.monotonic()
         self._pause_end = {tenant: end for tenant, end in self._pause_end.items() if end > now}
-        most = AT_ONCE + len(self._sending) + len(self._pause_end)
-        for event in await self._webhooks.due(most):
+        count = AT_ONCE + len(self._sending) + len(self._pause_end)
+        for event in await self._webhooks.due(count):
             if len(self._sending) >= AT_ONCE:
                 return
             if event.tenant not in self._sending and event.tenant not in self._pause_end:

@@ -337,7 +337,7 @@ class Prefetcher:
             log.exception("prefetch_failed")
 
     def _decode(self, step: Step, is_over: threading.Event) -> None:
-        queued = [op for op in self._execution.logs.behind(step, MAX_OPS) if op.kind in PASSES]
+        queued = [op for op in self._execution.logs.waiting_after(step, MAX_OPS) if op.kind in PASSES]
         # Drop decoded ops that were abandoned, or that belong to a run of an earlier step.
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
         taken = sum({_body_key(op): op.size for op in self._decoded}.values())

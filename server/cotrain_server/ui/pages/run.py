@@ -36,9 +36,10 @@ from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.history import read_history, read_metrics
-from cotrain_store.tenants.lists import LabelQuery, RunPosition
 from cotrain_store.tenants.policies import read_pauses
 from cotrain_store.tenants.records import read_runs
+from cotrain_store.tenants.run_labels import LabelQuery
+from cotrain_store.tenants.run_list import RunPosition
 
 OPS_SHOWN = 50
 RUNS_SHOWN = 50

@@ -26,7 +26,7 @@ from cotrain_server.requests.pass_ops import (
     canonical,
     digest_of,
     pass_op,
-    pass_op_apart,
+    pass_op_in_child,
 )
 from cotrain_server.requests.passes import read_binary_pass
 from cotrain_server.requests.submission import read_sweep
@@ -120,7 +120,7 @@ def test_sixteen_million_empty_datums_fail_in_another_process() -> None:
         for count in (MAX_DATUMS + 1, 16_000_000):
             asked = read_binary_pass(head + b"\x1a\x00" * count, forward_only=False)
             assert (asked.model_id, asked.seq, asked.needs_child) == ("r", 1, True)
-            assert child.run(pass_op_apart, asked, POOL).kind is OpKind.REJECTED
+            assert child.run(pass_op_in_child, asked, POOL).kind is OpKind.REJECTED
     finally:
         child.stop()
 
@@ -251,12 +251,12 @@ def test_a_pass_is_stored_as_it_was_sent() -> None:
     head = head_of(body)
     body = head + loss + body[len(head) : -len(loss)]  # not in the canonical order
     asked = read_binary_pass(body, forward_only=False)
-    op = pass_op_apart(asked, POOL)
+    op = pass_op_in_child(asked, POOL)
     assert (op.body, op.tokens) == (b"", 2_500)
     assert pass_op(asked, POOL).body == body
     assert op.digest == digest_of(canonical(parse_pass(body)))
     for changed in (replace(asked, forward_only=True), replace(asked, body=body + b"\x78\x01")):
-        op = pass_op_apart(changed, POOL)
+        op = pass_op_in_child(changed, POOL)
         assert parse_pass(op.body).forward_only == changed.forward_only
         assert op.digest == digest_of(op.body)
 

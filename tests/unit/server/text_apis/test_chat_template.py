@@ -11,7 +11,7 @@ from jinja2 import TemplateSyntaxError
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis import chat_template as chat
 from cotrain_server.text_apis.chat_template import ChatTemplate, Message
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from tests.support.tiny_models import CHAT_TEMPLATE
 from tests.support.tiny_tokenizers import SPECIAL_TOKENS, trained_tokenizer
 

@@ -8,7 +8,7 @@ import tokenizers
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.grammars import answer_grammar, check_grammar, schema_of
 from cotrain_server.text_apis.message_parts import MessageFormat
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from cotrain_server.text_apis.tools import ToolForm, ToolUse, openai_tools
 from tests.support.tiny_tokenizers import trained_tokenizer
 

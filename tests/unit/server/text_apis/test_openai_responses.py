@@ -7,7 +7,7 @@ import tokenizers
 
 from cotrain_server.text_apis.openai_responses import IMPOSSIBLE, ChatShape, CompletionShape, Shape, scored
 from cotrain_server.text_apis.token_texts import TokenTexts
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
 
 EOS = 2

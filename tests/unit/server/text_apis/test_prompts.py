@@ -14,7 +14,8 @@ from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis import prompts
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
 from cotrain_server.text_apis.prompts import Target, chat_body, longest_text, prompt_bodies, text_weight
-from cotrain_server.text_apis.tokenizer_cache import Language, Tokenizer, language_of
+from cotrain_server.text_apis.tokenizer import Tokenizer
+from cotrain_server.text_apis.tokenizer_cache import Language, language_of
 from cotrain_store.bodies.sample_body import SampleBody
 from tests.support.http_api import POOL
 from tests.support.talking import write_language

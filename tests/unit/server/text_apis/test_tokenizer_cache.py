@@ -18,7 +18,8 @@ from tokenizers import decoders
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
-from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer, language_of
+from cotrain_server.text_apis.tokenizer import TextGrowth, Tokenizer
+from cotrain_server.text_apis.tokenizer_cache import language_of
 from tests.support.draws import examples
 from tests.support.http_api import POOL
 from tests.support.talking import write_language

@@ -25,7 +25,7 @@ from cotrain_server.ui.run_tables import BUSIEST_SHOWN, busiest, keeps, run_row,
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.recent_activity import Minute
-from cotrain_store.tenants.lists import RunPosition
+from cotrain_store.tenants.run_list import RunPosition
 
 NOW = 10_000.0
 

@@ -23,7 +23,7 @@ from cotrain_server.views.records import (
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
 from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState, SessionRecord
 from cotrain_store.tenants.catalog import RunEntry
-from cotrain_store.tenants.lists import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 ALICE, BOB = TenantId("t-alice"), TenantId("t-bob")
 CHECKPOINT = CheckpointRecord(

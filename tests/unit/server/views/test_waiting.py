@@ -11,7 +11,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, RunState
 from cotrain_store.monitoring.failures import TenantFailures
 from cotrain_store.monitoring.fleet import PoolStatus, QueueStatus, WorkerStatus
-from cotrain_store.tenants.lists import RunPosition
+from cotrain_store.tenants.run_list import RunPosition
 
 NOW = 1_000.0
 RUN, OTHER = RunId("s:train:0"), RunId("z:train:0")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from cotrain_scheduler import planner
-from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_scheduler.pool_scheduler import PoolScheduler
 from cotrain_scheduler.scaling import DECIDE_EVERY_S, PoolScaling
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import PlanPolicy
@@ -30,7 +30,7 @@ MIN_TICK_S = 0.003
 _RETRY_S = 0.2
 
 
-class Clock:
+class Scheduler:
     """Driver of every pool until `stop`; stands by while another scheduler leads."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Clock:
         self._settings = settings
         self._gather_s = gather_s
         self._quantum_tokens = quantum_tokens
-        self._pools: dict[PoolId, tuple[PoolClock, asyncio.Event]] = {}
+        self._pools: dict[PoolId, tuple[PoolScheduler, asyncio.Event]] = {}
         self._policy = PlanPolicy()
         self._stopped = asyncio.Event()
         self._leads = False
@@ -94,8 +94,8 @@ class Clock:
         leads = await self._dispatch.lead()
         if leads:  # before any pool plans, so that paused tenants are excluded
             self._policy = await self._dispatch.policy()
-            for clock, _ in self._pools.values():
-                clock.policy = self._policy
+            for pool_scheduler, _ in self._pools.values():
+                pool_scheduler.policy = self._policy
         led, self._leads = self._leads, leads
         metrics.SCHEDULER_LEADER.set(leads)
         if not leads:
@@ -119,21 +119,21 @@ class Clock:
 
     def _drive(self, pool: PoolId, base_model: str, tasks: asyncio.TaskGroup) -> None:
         """Start the tasks of a pool. A slow pool does not delay the others."""
-        clock = PoolClock(
+        pool_scheduler = PoolScheduler(
             self._dispatch, self._settings, pool, gather_s=self._gather_s,
             quantum_tokens=self._quantum_tokens, base_model=base_model,
         )  # fmt: skip
-        clock.policy = self._policy
+        pool_scheduler.policy = self._policy
         woken = asyncio.Event()
-        self._pools[pool] = clock, woken
+        self._pools[pool] = pool_scheduler, woken
         scaling = PoolScaling(self._dispatch, pool, self._settings)
 
         async def tick() -> float:
-            return await clock.tick_now() if self._leads else RENEW_S
+            return await pool_scheduler.tick_now() if self._leads else RENEW_S
 
         async def scale() -> float:
             if self._leads:
-                await scaling.decide(clock.waiting_tokens, self._policy.pauses)
+                await scaling.decide(pool_scheduler.waiting_tokens, self._policy.pauses)
             else:
                 scaling.forget()
             return DECIDE_EVERY_S
@@ -149,15 +149,15 @@ class Clock:
                         self._reload_queues()
                         self._wake_all()
                     elif wake.pool in self._pools:
-                        clock, woken = self._pools[wake.pool]
-                        if clock.is_woken_by(wake):
+                        pool_scheduler, woken = self._pools[wake.pool]
+                        if pool_scheduler.is_woken_by(wake):
                             woken.set()
             except CONNECTION_LOST:
                 await asyncio.sleep(_RETRY_S)
 
     def _reload_queues(self) -> None:
-        for clock, _ in self._pools.values():
-            clock.reload_queue()
+        for pool_scheduler, _ in self._pools.values():
+            pool_scheduler.reload_queue()
 
     def _wake_all(self) -> None:
         for _, woken in self._pools.values():

@@ -1,4 +1,4 @@
-"""Clock of one pool, on a store in memory and a simulated time: nothing here sleeps.
+"""Scheduler of one pool, on a store in memory and a simulated time: nothing here sleeps.
 
 A change of the host's time of day while a scheduler runs does not affect its clocks.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cotrain_scheduler import pool_clock as host_time_module
-from cotrain_scheduler.pool_clock import CLOCK_CHECK_S, IDLE_SWEEP_S, SWEEP_S
+from cotrain_scheduler import pool_scheduler as host_time_module
+from cotrain_scheduler.pool_scheduler import CLOCK_CHECK_S, IDLE_SWEEP_S, SWEEP_S
 from cotrain_scheduler.queue import Waiting, exclude_paused
 from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
@@ -82,10 +82,10 @@ async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(stor
     assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both returned while that ran
     assert await ends(NOW + 30.0, *came) == {"a", "b", "c"}
     assert await ends(NOW + 40.0, *came) == {"a", "b", "c"}
-    assert clock._clocks[WORKER].return_s == pytest.approx(0.2)
+    assert clock._worker_states[WORKER].return_s == pytest.approx(0.2)
     for cycle in range(8):  # both have left
         assert await ends(NOW + 50.0 + 10 * cycle) == {"c"}
-    assert clock._clocks[WORKER].return_s < 0.001
+    assert clock._worker_states[WORKER].return_s < 0.001
 
 
 async def test_a_busy_worker_gets_no_step(store: InMemory) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cotrain_scheduler import clock as clock_module
-from cotrain_scheduler import pool_clock as pool_clock_module
-from cotrain_scheduler.clock import Clock
+from cotrain_scheduler import pool_scheduler as pool_scheduler_module
+from cotrain_scheduler import scheduler as scheduler_module
+from cotrain_scheduler.scheduler import Scheduler
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
 from cotrain_store.messages.ops import PoolView
@@ -27,12 +27,12 @@ def store() -> InMemory:
     return InMemory()
 
 
-def process_on(store: Any, **settings: Any) -> Clock:
-    return Clock(store, settings_of(**settings))
+def process_on(store: Any, **settings: Any) -> Scheduler:
+    return Scheduler(store, settings_of(**settings))
 
 
 @contextlib.asynccontextmanager
-async def running(clock: Clock) -> AsyncIterator[None]:
+async def running(clock: Scheduler) -> AsyncIterator[None]:
     """Run a process, and stop it as a signal does."""
     task = asyncio.create_task(clock.run())
     async with asyncio.timeout(120):
@@ -42,7 +42,7 @@ async def running(clock: Clock) -> AsyncIterator[None]:
 
 
 async def test_a_scheduler_writes_nothing_until_it_is_leader(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "RENEW_S", 0.0)
     asked: list[bool] = []
 
     async def lead() -> bool:
@@ -60,8 +60,8 @@ async def test_a_scheduler_writes_nothing_until_it_is_leader(store: InMemory, mo
 
 
 async def test_old_gaps_are_expired_repeatedly(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
-    monkeypatch.setattr(clock_module, "GAPS_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "GAPS_S", 0.0)
     store.gaps_of = [(RunId("a"), TenantId("t"))]
     async with running(process_on(store)):
         await until(lambda: len(store.expired) >= 2, 0.0)
@@ -69,8 +69,8 @@ async def test_old_gaps_are_expired_repeatedly(store: InMemory, monkeypatch: pyt
 
 
 async def test_a_process_is_notified_that_its_worker_is_free(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
-    monkeypatch.setattr(pool_clock_module, "IDLE_SWEEP_S", 600.0)
+    monkeypatch.setattr(pool_scheduler_module, "SWEEP_S", 600.0)
+    monkeypatch.setattr(pool_scheduler_module, "IDLE_SWEEP_S", 600.0)
     store.submit("a")
     async with running(process_on(store)):
         await until(lambda: len(store.steps) == 1, 0.0)
@@ -81,7 +81,7 @@ async def test_a_process_is_notified_that_its_worker_is_free(store: InMemory, mo
 
 
 async def test_many_notifications_cause_few_ticks(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "MIN_TICK_S", 0.05)
+    monkeypatch.setattr(scheduler_module, "MIN_TICK_S", 0.05)
     ticks = list[float]()
 
     async def view(*read: Any) -> PoolView:
@@ -98,8 +98,8 @@ async def test_many_notifications_cause_few_ticks(store: InMemory, monkeypatch: 
 
 
 async def test_a_new_subscription_reads_the_whole_queue(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
-    monkeypatch.setattr(pool_clock_module, "IDLE_SWEEP_S", 600.0)
+    monkeypatch.setattr(pool_scheduler_module, "SWEEP_S", 600.0)
+    monkeypatch.setattr(pool_scheduler_module, "IDLE_SWEEP_S", 600.0)
     async with running(process_on(store)):
         await until(lambda: store.read_all != [], 0.0)
         before = len(store.read_all)
@@ -142,7 +142,7 @@ async def test_an_error_of_one_tick_is_retried_after_reading_the_queue_again(
         store.epoch = 1 + len(asked)
         return True
 
-    monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "RENEW_S", 0.0)
     monkeypatch.setattr(store, "plan", fails_once)
     monkeypatch.setattr(store, "lead", lead_with_a_new_epoch)
     store.submit("a")
@@ -155,7 +155,7 @@ async def test_an_error_of_one_tick_is_retried_after_reading_the_queue_again(
 async def test_a_scheduler_publishes_scaling_and_continues_from_its_record(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock_module, "DECIDE_EVERY_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "DECIDE_EVERY_S", 0.0)
     store.workers = []
     async with running(process_on(store, workers_min=0)):
         await until(lambda: store.scaling is not None, 0.0)
@@ -171,8 +171,8 @@ async def test_a_scheduler_publishes_scaling_and_continues_from_its_record(
 
 
 async def test_a_standby_scheduler_publishes_no_scaling(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "DECIDE_EVERY_S", 0.0)
-    monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "DECIDE_EVERY_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "RENEW_S", 0.0)
     async with running(process_on(store)):
         await until(lambda: store.scaling is not None, 0.0)
         store.leads = False

@@ -62,7 +62,7 @@ class HostTime:
 
 
 @dataclass
-class _WorkerClock:
+class _WorkerState:
     """State of one worker between cycles."""
 
     fair_queue: FairQueue = field(default_factory=FairQueue)
@@ -97,7 +97,7 @@ class _WorkerClock:
         self.missed = replace(self.last, runs=self.last.runs.difference(back_at))
 
 
-class PoolClock:
+class PoolScheduler:
     """Scheduler of one pool, while its process is the leader."""
 
     def __init__(
@@ -110,7 +110,7 @@ class PoolClock:
         quantum_tokens: int = planner.QUANTUM_TOKENS,
         base_model: str = "",
     ) -> None:
-        """Initialise the clock; `base_model` is the pool's label in metrics."""
+        """Initialise the scheduler; `base_model` is the pool's label in metrics."""
         self.pool = pool
         self._label = base_model or pool
         self._tick_duration = metrics.SCHEDULER_TICK.labels(self._label)
@@ -131,12 +131,12 @@ class PoolClock:
         """Registered workers, each with the epoch of its last process."""
         self._free: frozenset[WorkerId] | None = None
         """Idle workers after the last tick. None before the first tick, and during a tick."""
-        self._clocks: defaultdict[WorkerId, _WorkerClock] = defaultdict(_WorkerClock)
+        self._worker_states: defaultdict[WorkerId, _WorkerState] = defaultdict(_WorkerState)
         self._empty_since: placement.Absences = {}
         self._rebalancing = placement.Rebalancing(dispatch, pool)
         self._moving: frozenset[RunId] = frozenset()
         self.policy = PlanPolicy()
-        """Pauses and weights set by the operator; the driver of this clock keeps them up to date."""
+        """Pauses and weights set by the operator; `Scheduler` keeps them up to date."""
         self._time = HostTime()
         self._last_period = self._period_number(self._time.now)
 
@@ -154,9 +154,9 @@ class PoolClock:
         """Reset all state that depends on elapsed time; the fair queues are kept."""
         self._last_period = self._period_number(now)
         self._empty_since = {}
-        for clock in self._clocks.values():
-            clock.last = clock.missed = planner.LastCycle()
-            clock.planned_at = clock.planned_at and now
+        for state in self._worker_states.values():
+            state.last = state.missed = planner.LastCycle()
+            state.planned_at = state.planned_at and now
 
     def is_woken_by(self, wake: Wake) -> bool:
         """Return True if a tick may have work now. A request whose worker is busy does not count."""
@@ -202,7 +202,7 @@ class PoolClock:
             workers = [worker for worker, _ in serving]
             free = [worker for worker, open_steps in serving if not open_steps]
             for worker in free:
-                self._clocks[worker.id].end_cycle(now)
+                self._worker_states[worker.id].end_cycle(now)
             if free:
                 self._queue.assign(workers, now)
                 self._moving = await self._rebalancing.moving_runs(
@@ -212,7 +212,7 @@ class PoolClock:
             again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
             for worker in free:
                 again = min(again, await self._plan(worker, now))
-            self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
+            self._free = frozenset(w.id for w in workers if self._worker_states[w.id].planned_at is None)
             return again
 
     async def _read(self) -> PoolView:
@@ -271,57 +271,60 @@ class PoolClock:
         return is_changed
 
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> float:
-        """Write an idle worker's next step if it has work and may start; return the latest time of the next tick.
+        """Plan an idle worker's next step if it has work and may start; return the latest time of the next tick.
 
         If the log has changed since the queue was read, nothing is written, and the queue is read again.
         """
-        clock, began = self._clocks[worker.id], time.time()
+        state, began = self._worker_states[worker.id], time.time()
         policy = self.policy  # may change while this plan is written
         waiting = exclude_paused(self._queue.waiting(worker.id), policy.pauses, self._moving)
         if not waiting:
             return math.inf
-        back_at = self._queue.back_at(worker.id, clock.last.runs | clock.missed.runs)
+        back_at = self._queue.back_at(worker.id, state.last.runs | state.missed.runs)
 
         if self._is_eager:
-            are_back = clock.last.runs <= back_at.keys()
-            start = planner.eager_start(clock.last, now, self._gather_s, clock.return_s, are_back=are_back)
+            are_back = state.last.runs <= back_at.keys()
+            start = planner.eager_start(state.last, now, self._gather_s, state.return_s, are_back=are_back)
             if start > now:
                 return start
-        tokens = planner.budget(worker, self._limit_s, clock.last_tokens)
+        tokens = planner.budget(worker, self._limit_s, state.last_tokens)
         chosen = planner.select(
-            waiting, clock.fair_queue, tokens, self._quantum_tokens,
-            accepts_saves=worker.accepts_saves, weights=policy.weights, is_current=policy == clock.policy,
+            waiting, state.fair_queue, tokens, self._quantum_tokens,
+            accepts_saves=worker.accepts_saves, weights=policy.weights, is_current=policy == state.policy,
         )  # fmt: skip
         if not chosen.ops:
             return math.inf  # only saves are waiting, which the worker does not accept now
 
-        tenants = {run: queue.tenant for run, queue in chosen.queues.items()}
-        span = _begin_plan(chosen.ops, began)
-        trace = traceparent_of(span) if span else ""
-        step = Step(self._cycle + 1, worker.id, chosen.ops, now, tenants, chosen.allowances, self._limit_s, trace)
-        requests = step.requests
-        failpoint("scheduler.before_plan", requests)
         try:
-            await self._dispatch.plan(self.pool, step, 0 if self._must_reload else self._seen)
+            await self._write_step(worker.id, chosen, now, began)
         except PlanOutdated:
             self._queue.unread |= chosen.queues.keys()
             return now + REPLAN_S
-        failpoint("scheduler.after_plan", requests)
+        state.record_returns(back_at, self._limit_s)
+        state.fair_queue, state.policy, state.planned_at = chosen.fair_queue, policy, now
+        state.last, state.last_tokens = planner.LastCycle(frozenset(chosen.queues)), chosen.tokens
+        return math.inf
 
+    async def _write_step(self, worker: WorkerId, chosen: planner.Selection, now: float, began: float) -> None:
+        """Write the step of a plan that started at `began`, and remove its ops from the queue. Raises PlanOutdated."""
+        tenants = {run: queue.tenant for run, queue in chosen.queues.items()}
+        span = _begin_plan(chosen.ops, began)
+        trace = traceparent_of(span) if span else ""
+        step = Step(self._cycle + 1, worker, chosen.ops, now, tenants, chosen.allowances, self._limit_s, trace)
+        requests = step.requests
+        failpoint("scheduler.before_plan", requests)
+        await self._dispatch.plan(self.pool, step, 0 if self._must_reload else self._seen)
+        failpoint("scheduler.after_plan", requests)
         self._cycle = step.cycle
         self._count(chosen.ops, chosen.queues, now)
+        self._queue.remove_planned(chosen.ops, worker, now)
         if span:
             _end_plan(span, self.pool, step)
-        clock.record_returns(back_at, self._limit_s)
-        self._queue.remove_planned(chosen.ops, worker.id, now)
-        clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
-        clock.last, clock.last_tokens = planner.LastCycle(frozenset(chosen.queues)), chosen.tokens
         log_requests(
             log.debug, "cycle_planned", requests, cycle=step.cycle,
-            pool=self.pool, worker=worker.id, runs=len(chosen.queues), ops=len(chosen.ops),
+            pool=self.pool, worker=worker, runs=len(chosen.queues), ops=len(chosen.ops),
             tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
-        return math.inf
 
     def _count(self, ops: Sequence[QueuedOp], queues: Mapping[RunId, RunQueue], now: float) -> None:
         """Record the waiting times until now; a pass that continues is counted only once."""
