@@ -36,9 +36,9 @@ from cotrain_workers.recovery.replay import (
     ReplayDiverged,
     Restored,
     RestoreProgress,
-    bases_of,
     is_foreign,
     rewind_target,
+    starts_of,
 )
 
 log = structlog.get_logger()
@@ -253,7 +253,7 @@ class RunLifecycle:
         position = self._execution.logs.position(run)
         if position is None:
             return []
-        first = 1 + min((base.seq for base in bases_of(position)), default=-1)
+        first = 1 + min((start.seq for start in starts_of(position)), default=-1)
         return self._execution.logs.logged_ops(run, first, position.done)
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> Restoring:
