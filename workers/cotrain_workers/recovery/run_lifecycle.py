@@ -29,7 +29,7 @@ from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput, WeightsMissing
 from cotrain_workers.group.engine import WorkerEngine
-from cotrain_workers.recovery.orphan_sweep import Sweep
+from cotrain_workers.recovery.orphan_sweep import OrphanSweep
 from cotrain_workers.recovery.recovery_copies import RecoveryCopies, ReplayBacklog, ReplayCost, SnapshotPolicy
 from cotrain_workers.recovery.replay import (
     Replay,
@@ -114,7 +114,7 @@ class RunLifecycle:
         self.copies = RecoveryCopies(engine, execution, weights, self._snapshots, policy, metrics, cost)
         self.progress = RestoreProgress()
         self._replay = Replay(engine, execution, weights, self._snapshots, self.progress)
-        self._sweep = Sweep(execution, settings)
+        self._sweep = OrphanSweep(execution, settings)
         self.replayed_ops = 0
         self.uncounted: Counter[str] = Counter()
         """Counters for the pool's totals; cleared once a commit has written them."""
