@@ -365,7 +365,7 @@ class WeightsCache:
 
 
 class FileSweep:
-    """Unreferenced files seen by one worker. `now` is a time of the monotonic clock."""
+    """Unreferenced files of saved weights seen by one worker. `now` is a time of the monotonic clock."""
 
     def __init__(self, files: CheckpointFiles, saved: SavedWeights, orphan_age_s: float) -> None:
         self._files = files

@@ -51,6 +51,7 @@ class RunningCycle:
     deferred: set[str] = field(default_factory=set)
     opened: Mapping[OpId, PassState] = field(default_factory=dict)  # by earlier cycles
     cost: PassesCost = field(default_factory=PassesCost)
+    wave_s: float = 0.0
     optim_s: float = 0.0
     is_exact: bool = True
     parts: list[CyclePart] = field(default_factory=list)
@@ -79,7 +80,7 @@ class RunningCycle:
             forwards=self.cost.forwards,
             tokens=self.cost.tokens,
             padded_tokens=self.cost.padded_tokens,
-            wave_s=self.cost.seconds,
+            wave_s=self.wave_s,
             optim_s=self.optim_s,
             is_exact=self.is_exact,
             divided=self.divided,
@@ -100,16 +101,31 @@ class RunningCycle:
     def _run_group(self, runs: Sequence[str], ops: Sequence[Op]) -> Yielding[None]:
         """Run the ops of adapters that fit on the device together: mostly all of the cycle."""
         began_at = time.time()
-        with self.cost.measured():
-            adapters = self.adapters.bring_in(runs)
+        adapters, wave_s = yield from timed(self._run_passes(runs, ops))
+        stepped_at = time.time()
+        _, optim_s = yield from timed(self._run_other_ops(adapters, ops))
+        self.wave_s += wave_s
+        self.optim_s += optim_s
+        self.parts.append(CyclePart("wave", began_at, stepped_at))
+        self.parts.append(CyclePart("optim", stepped_at, time.time()))
+
+    def _run_passes(self, runs: Sequence[str], ops: Sequence[Op]) -> Yielding[dict[str, Adapter]]:
+        """Run passes, wave by wave; return the adapters, which are on the device."""
+        adapters = self.adapters.bring_in(runs)
         waiting = [op for op in ops if isinstance(op, Pass | ReverseKl)]
         while waiting:
             wave, waiting = next_wave(waiting, self.allowances)
-            yield from self._run_wave(wave, adapters)
+            passes = yield from self._admit(wave, adapters)
+            yield from self.forward_backward.run(passes, self.cost, self.is_over)
+            for state in passes:
+                self._note(state)
             if waiting and self.is_over():
                 self.deferred.update(op.run for op in waiting)
             waiting = [op for op in waiting if op.run not in self.deferred]
-        began, stepped_at = time.perf_counter(), time.time()
+        return adapters
+
+    def _run_other_ops(self, adapters: Mapping[str, Adapter], ops: Sequence[Op]) -> Yielding[None]:
+        """Run optimizer steps, then saves and loads, of runs whose passes have ended."""
         rest = [op for op in ops if op.run not in self.deferred]
         steps = [op for op in rest if isinstance(op, OptimStep)]
         if steps:
@@ -117,27 +133,13 @@ class RunningCycle:
         for op in rest:
             if isinstance(op, Save):
                 self.outputs[op.id] = save(self.adapters, op)
+                yield
             elif isinstance(op, Load) and not op.creates:
                 self.outputs[op.id] = load(self.adapters, op)
-            else:
-                continue
-            self.optim_s += time.perf_counter() - began
-            yield
-            began = time.perf_counter()
+                yield
         for run, adapter in adapters.items():
             if adapter.has_open_gradient and run not in self.open_passes.runs:
                 adapter.drop_open_gradient()
-        self.optim_s += time.perf_counter() - began
-        self.parts.append(CyclePart("wave", began_at, stepped_at))
-        self.parts.append(CyclePart("optim", stepped_at, time.time()))
-
-    def _run_wave(self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]) -> Yielding[None]:
-        """Run passes together. Unfinished ones are kept, and defer the rest of their runs."""
-        passes, seconds = yield from timed(self._admit(ops, adapters))
-        self.cost.seconds += seconds
-        yield from self.forward_backward.run(passes, self.cost, self.is_over)
-        for state in passes:
-            self._note(state)
 
     def _admit(self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]) -> Yielding[list[PassState]]:
         """Return the started or resumed passes that can run; write a failure for each of the others.
@@ -171,7 +173,7 @@ class RunningCycle:
         return refuse_pass(op, *limits)
 
     def _note(self, state: PassState) -> None:
-        """Record the result of a pass, or keep it open."""
+        """Record the result of a pass, or keep it open and defer the rest of its run."""
         op_id = state.op.id
         if state.output is None:
             self.open_passes.keep(state)

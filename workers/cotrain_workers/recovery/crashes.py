@@ -43,14 +43,14 @@ POISON = Failure("Request repeatedly crashed the worker; it was not applied.", "
 
 
 @dataclass
-class Answers:
+class CombinedOutputs:
     """Outputs of ops that ran in several engine cycles."""
 
     outputs: dict[OpId, Output] = field(default_factory=dict)
     is_exact: bool = True
     """False if memory ran out in one of them, or in a replay (`CycleOutput.is_exact`)."""
 
-    def add(self, more: CycleOutput | Answers) -> None:
+    def add(self, more: CycleOutput | CombinedOutputs) -> None:
         """Add the outputs of further ops."""
         self.outputs.update(more.outputs)
         self.is_exact = self.is_exact and more.is_exact
@@ -101,24 +101,24 @@ class Risks:
 
 
 def run_in_groups(
-    engine: WorkerEngine, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], Answers]
-) -> Answers:
+    engine: WorkerEngine, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], CombinedOutputs]
+) -> CombinedOutputs:
     """Run a step that crashed its processes: in halves, and without the ops that crash.
 
     `run_separately` runs one run's ops from its last committed state (`run_alone`). It is called
     where a group raises.
     """
-    answers = Answers()
+    ran = CombinedOutputs()
     separate: set[str] = set()
     for group in groups_of(ops, {*risks.by_group, name_of(ops)}):
         if group[0].run in separate:
             continue  # an earlier group of this run raised
         if len(group) == 1 and risks.is_poison(group[0]):
-            answers.outputs[group[0].id] = POISON
+            ran.outputs[group[0].id] = POISON
             continue
         risks.note(group)
         try:
-            answers.add(engine.run(group))
+            ran.add(engine.run(group))
         except Exception:
             log.exception("group_failed", group=name_of(group))
         else:
@@ -126,9 +126,9 @@ def run_in_groups(
             continue
         engine.check_device()
         for run in dict.fromkeys(op.run for op in group):
-            answers.add(run_separately(run))
+            ran.add(run_separately(run))
             separate.add(run)
-    return answers
+    return ran
 
 
 def groups_of(ops: Sequence[Op], crashed: Collection[str]) -> list[Sequence[Op]]:
@@ -149,7 +149,7 @@ def name_of(group: Sequence[Op]) -> str:
 
 def run_alone(
     engine: WorkerEngine, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None
-) -> Answers:
+) -> CombinedOutputs:
     """Run one run's ops repeatedly, each time without one more op that breaks the engine.
 
     `reload_state` restores the last committed state of the run, and returns True if it did so to
@@ -157,21 +157,21 @@ def run_alone(
     """
     failed: dict[OpId, Output] = {op.id: POISON for op in ops if risks is not None and risks.is_poison(op)}
     while True:
-        answers = Answers(dict(failed), is_exact=reload_state())
+        ran = CombinedOutputs(dict(failed), is_exact=reload_state())
         left = [op for op in ops if op.id not in failed]
-        failing = _run_one_by_one(engine, left, answers, risks)
+        failing = _run_one_by_one(engine, left, ran, risks)
         if failing is None:
-            return answers
+            return ran
         failed[failing.id] = CRASHED
 
 
-def _run_one_by_one(engine: WorkerEngine, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
-    """Fill `answers` up to the first op that breaks the engine, and return that op."""
+def _run_one_by_one(engine: WorkerEngine, ops: Sequence[Op], ran: CombinedOutputs, risks: Risks | None) -> Op | None:
+    """Fill `ran` up to the first op that breaks the engine, and return that op."""
     for op in ops:
         if risks is not None:
             risks.note([op])
         try:
-            answers.add(engine.run([op]))
+            ran.add(engine.run([op]))
         except Exception:
             log.exception("op_failed", request=request_of(op), run=op.run, seq=op.seq)
         else:

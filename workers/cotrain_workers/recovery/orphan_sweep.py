@@ -27,8 +27,8 @@ SWEEP_S = 60.0
 LOOK_S = 3600.0
 
 
-class Sweep:
-    """Unreferenced files seen by one worker. `now` is a time of the monotonic clock."""
+class OrphanSweep:
+    """Unreferenced segments and copies seen by one worker. `now` is a time of the monotonic clock."""
 
     def __init__(self, execution: Execution, settings: WorkerSettings) -> None:
         self._execution = execution

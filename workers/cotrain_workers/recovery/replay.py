@@ -114,7 +114,7 @@ class Replay:
 
         Raises:
             ReplayDiverged: the run must not continue; its log has the reason.
-            SpoolCorrupt: a part of its log, or of the base of the log, is missing.
+            SpoolCorrupt: a part of its log, or the state from which it starts, is missing.
         """
         position = self.execution.logs.position(run)
         if position is None or position.state is RunState.FAILED:
@@ -124,60 +124,60 @@ class Replay:
     def restore_at(self, run: RunId, position: LogPosition, last: int) -> Yielding[Restored]:
         """Load a run into the engine as of an op that its log reaches; see `restore`."""
         lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
-        for base in bases_of(position):
-            if base.seq > last:
+        for start in starts_of(position):
+            if start.seq > last:
                 continue
-            self.progress.expect(run, last - base.seq)
+            self.progress.expect(run, last - start.seq)
             try:
-                replayed, is_exact = yield from self._run_log(run, base, position, last)
+                replayed, is_exact = yield from self._run_log(run, start, position, last)
             except (SnapshotUnreadable, SpoolCorrupt) as unusable:
-                log.error("snapshot_unusable", run=run, seq=base.seq, reason=str(unusable))
+                log.error("snapshot_unusable", run=run, seq=start.seq, reason=str(unusable))
                 lost = SpoolCorrupt(str(unusable))
                 continue
-            if replayed or base.file:
-                log.info("run_restored", run=run, snapshot=base.seq, replayed=replayed, done=last)
-            return Restored(position, replayed, base.seq == position.snap, is_exact)
+            if replayed or start.file:
+                log.info("run_restored", run=run, snapshot=start.seq, replayed=replayed, done=last)
+            return Restored(position, replayed, start.seq == position.snap, is_exact)
         self.engine.adapters.drop(run)
         raise lost
 
-    def _load(self, run: RunId, base: Base) -> None:
-        """Load a base's state into the engine; raises SnapshotUnreadable."""
-        if not base.file:
+    def _load(self, run: RunId, start: ReplayStart) -> None:
+        """Load the state of a start into the engine; raises SnapshotUnreadable."""
+        if not start.file:
             return  # its first op creates the run
-        state = read_snapshot(self.snapshots, base.file, base.sha256, run, base.seq)
+        state = read_snapshot(self.snapshots, start.file, start.sha256, run, start.seq)
         try:
             self.engine.adapters.restore(run, state)
         except ValueError as foreign:
-            raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
+            raise SnapshotUnreadable(f"Snapshot {start.file}: {foreign}") from foreign
 
-    def _run_log(self, run: RunId, base: Base, position: LogPosition, last: int) -> Yielding[tuple[int, bool]]:
-        """Run the log from a base to `last`; return the number of ops, and False if memory ran out.
+    def _run_log(self, run: RunId, start: ReplayStart, position: LogPosition, last: int) -> Yielding[tuple[int, bool]]:
+        """Run the log from a start to `last`; return the number of ops, and False if memory ran out.
 
-        Bits are compared from the base until memory first runs out. If lost saves are among the ops that a rewind
-        abandoned, those ops run first, from the base.
+        Bits are compared from the start until memory first runs out. If lost saves are among the ops that a rewind
+        abandoned, those ops run first, from the start.
         """
         logged = [
             op
-            for op in self.execution.logs.logged_ops(run, base.seq + 1, last)
+            for op in self.execution.logs.logged_ops(run, start.seq + 1, last)
             if op.kind not in _STATELESS
             and (op.kind is not OpKind.SAVE or self.weights.is_lost(WeightsRef(op.request_id)))
         ]
         ran, is_exact = 0, True
-        for ops in timelines(logged, base.seq, position.rewinds):
+        for ops in timelines(logged, start.seq, position.rewinds):
             self.engine.adapters.drop(run)
-            self._load(run, base)
+            self._load(run, start)
             ops = _from_last_load(ops)
-            is_exact = yield from self._run_ops(run, base, ops)
+            is_exact = yield from self._run_ops(run, start, ops)
             ran += len(ops)
         return ran, is_exact
 
-    def _run_ops(self, run: RunId, base: Base, ops: Sequence[QueuedOp]) -> Yielding[bool]:
-        """Run ops from a loaded base; return False if memory ran out."""
+    def _run_ops(self, run: RunId, start: ReplayStart, ops: Sequence[QueuedOp]) -> Yielding[bool]:
+        """Run ops from a loaded start; return False if memory ran out."""
         is_exact = True
         # On a CPU a run's results do not depend on its neighbours. A log of other numerics (another CPU, another torch)
         # has no exact replay.
         on_cpu = self.engine.facts.numerics.device == "cpu"
-        compares_bits = on_cpu and not is_foreign(self.engine, base.numerics_id)
+        compares_bits = on_cpu and not is_foreign(self.engine, start.numerics_id)
         for group in _cycles(ops):
             bodies = _bodies(self.execution, group)
             cycle = yield from self.engine.cycle(self._requests(group, bodies))
@@ -185,7 +185,7 @@ class Replay:
             for op, body in zip(group, bodies, strict=True):
                 if (output := cycle.outputs.get(op.id)) is not None:
                     self._accept(op, body, output, exact=compares_bits and is_exact)
-            self.progress.reach(run, group[-1].seq - base.seq)
+            self.progress.reach(run, group[-1].seq - start.seq)
         return is_exact
 
     def _requests(self, group: Sequence[QueuedOp], bodies: Sequence[bytes]) -> list[Op]:
@@ -249,7 +249,7 @@ def _same_metrics(before: Mapping[str, float], after: Mapping[str, float], toler
 
 
 @dataclass(frozen=True)
-class Base:
+class ReplayStart:
     """Start of a replay: the state after `seq`, in a file, or nothing at all (-1, no file)."""
 
     seq: int
@@ -258,14 +258,14 @@ class Base:
     numerics_id: str  # numerics of the workers that wrote the log from here on
 
 
-def bases_of(position: LogPosition) -> list[Base]:
-    """Return the bases of a run, the newest first: two snapshots, or its beginning.
+def starts_of(position: LogPosition) -> list[ReplayStart]:
+    """Return the states from which a replay of a run may start, the newest first: two snapshots, or its beginning.
 
-    An older base only costs a longer replay, because the log reaches back to it. Pure.
+    An older start only costs a longer replay, because the log reaches back to it. Pure.
     """
-    newest = Base(position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id)
-    older = Base(position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id)
-    return [base for base in dict.fromkeys((newest, older)) if base.file or base.seq == -1]
+    newest = ReplayStart(position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id)
+    older = ReplayStart(position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id)
+    return [start for start in dict.fromkeys((newest, older)) if start.file or start.seq == -1]
 
 
 def is_foreign(engine: WorkerEngine, numerics_id: str) -> bool:
@@ -273,33 +273,33 @@ def is_foreign(engine: WorkerEngine, numerics_id: str) -> bool:
     return numerics_id not in ("", engine.facts.numerics_id)
 
 
-def timelines(ops: Sequence[QueuedOp], base: int, rewinds: Mapping[int, int]) -> list[list[QueuedOp]]:
-    """Return the ops to run from a base: first up to each save that a rewind abandoned, at last the remaining ones.
+def timelines(ops: Sequence[QueuedOp], start: int, rewinds: Mapping[int, int]) -> list[list[QueuedOp]]:
+    """Return the ops to run from a start: first up to each save that a rewind abandoned, at last the remaining ones.
 
     `ops` hold only saves that must be created again. `rewinds` maps the seq of each successful rewind to the
     seq to which it returned. Pure.
 
     Raises:
-        SpoolCorrupt: a rewind returned to a state before the base.
+        SpoolCorrupt: a rewind returned to a state before the start.
     """
-    last = _after_rewinds(ops, base, rewinds)
+    last = _after_rewinds(ops, start, rewinds)
     abandoned = [op for op in ops if op.kind is OpKind.SAVE and op not in last]
     found = [last]
     while abandoned:
         until = abandoned[-1].seq
-        found.insert(0, _after_rewinds([op for op in ops if op.seq <= until], base, rewinds))
+        found.insert(0, _after_rewinds([op for op in ops if op.seq <= until], start, rewinds))
         abandoned = [op for op in abandoned if op not in found[0]]
     return found
 
 
-def _after_rewinds(ops: Iterable[QueuedOp], base: int, rewinds: Mapping[int, int]) -> list[QueuedOp]:
+def _after_rewinds(ops: Iterable[QueuedOp], start: int, rewinds: Mapping[int, int]) -> list[QueuedOp]:
     kept: list[QueuedOp] = []
     for op in ops:
         if op.kind is not OpKind.REWIND:
             kept.append(op)
         elif op.seq in rewinds:  # a refused one has no effect
             target = rewinds[op.seq]
-            if target < base:
+            if target < start:
                 raise SpoolCorrupt(f"{op.request_id} returned to a state before this copy.")
             kept = [each for each in kept if each.seq <= target]
     return kept

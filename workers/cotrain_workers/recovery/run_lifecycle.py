@@ -29,16 +29,16 @@ from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput, WeightsMissing
 from cotrain_workers.group.engine import WorkerEngine
-from cotrain_workers.recovery.orphan_sweep import Sweep
+from cotrain_workers.recovery.orphan_sweep import OrphanSweep
 from cotrain_workers.recovery.recovery_copies import RecoveryCopies, ReplayBacklog, ReplayCost, SnapshotPolicy
 from cotrain_workers.recovery.replay import (
     Replay,
     ReplayDiverged,
     Restored,
     RestoreProgress,
-    bases_of,
     is_foreign,
     rewind_target,
+    starts_of,
 )
 
 log = structlog.get_logger()
@@ -114,7 +114,7 @@ class RunLifecycle:
         self.copies = RecoveryCopies(engine, execution, weights, self._snapshots, policy, metrics, cost)
         self.progress = RestoreProgress()
         self._replay = Replay(engine, execution, weights, self._snapshots, self.progress)
-        self._sweep = Sweep(execution, settings)
+        self._sweep = OrphanSweep(execution, settings)
         self.replayed_ops = 0
         self.uncounted: Counter[str] = Counter()
         """Counters for the pool's totals; cleared once a commit has written them."""
@@ -253,7 +253,7 @@ class RunLifecycle:
         position = self._execution.logs.position(run)
         if position is None:
             return []
-        first = 1 + min((base.seq for base in bases_of(position)), default=-1)
+        first = 1 + min((start.seq for start in starts_of(position)), default=-1)
         return self._execution.logs.logged_ops(run, first, position.done)
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> Restoring:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from cotrain_store.errors import Fenced
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.ops import CycleOutput, CyclePart
+from cotrain_workers.results import StepTimes
 from cotrain_workers.sampling.service import SamplingService
 
 #: Window in s of the shares that a heartbeat shows.
@@ -77,7 +78,9 @@ class CycleTimes:
         """Begin a cycle. The device was idle before."""
         self._device_time = device_time
         device_time.lap(Phase.IDLE)
+        self.began_s = time.monotonic()
         self.began = self._last = time.time()
+        self.sampling_s = 0.0  # time at yield points
         self._noted: list[CyclePart] = []
         self._visits: list[tuple[float, float]] = []
 
@@ -87,6 +90,10 @@ class CycleTimes:
         now = time.time()
         self._noted.append(CyclePart(name, self._last, now))
         self._last = now
+
+    def of_step(self) -> StepTimes:
+        """Return the times of the step until now."""
+        return StepTimes(self.began, time.monotonic() - self.began_s, self.sampling_s)
 
     def visited(self, act: Callable[[], None]) -> Callable[[], None]:
         """Return `act` with its times recorded; it runs at yield points."""

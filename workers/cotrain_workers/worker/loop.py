@@ -15,7 +15,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import replace
@@ -26,7 +26,7 @@ import structlog
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import WorkerHeartbeat, restoring_text
-from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ids import OpId, RunId
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
@@ -39,8 +39,8 @@ from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle
-from cotrain_workers.results import StepCommit, StepTimes, commit_of
+from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle, StepRuns
+from cotrain_workers.results import StepCommit, StepRun, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Duty, Phase, Share, Throughput, TimeSharing
@@ -153,7 +153,7 @@ class WorkerLoop:
     def _tick(self) -> None:
         for weights in self._weights.lost()[:1]:  # the others in later ticks
             with self._time_sharing.training():
-                self._restored(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
+                self._run_restore(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
         steps = self._execution.open_steps()
         if steps and self._backpressure.admits(steps[0]):
             # Copy the adapters to the device while the bodies are read.
@@ -168,13 +168,12 @@ class WorkerLoop:
 
     def execute(self, step: Step) -> None:
         """Execute and commit one step. It may be an open step of a crashed predecessor."""
-        traces, times, began = tracer(), CycleTimes(self._device_time), time.monotonic()
+        times = CycleTimes(self._device_time)
         self._time_sharing.training_begins()
         # At the yield points of a step that crashed a process, run nothing. Otherwise a training
         # request could be blamed for the crash of a sample request, or the reverse.
-        is_risky = self._runner.is_risky(step)
-        at_yield = _nothing if is_risky else self._at_yield_point
-        runs = self._restored(self._runs.restore(step), at_yield)
+        at_yield = _nothing if self._runner.is_risky(step) else self._at_yield_point
+        runs = self._run_restore(self._runs.restore(step), at_yield)
         times.note("restore", Phase.TRAIN)
         if runs is None:
             return  # planned ops of a run are void; the step is fetched again
@@ -183,18 +182,8 @@ class WorkerLoop:
             bodies, runs = self._runner.read(step, runs)
             self._recorder.begin(step, bodies)
             times.note("read_bodies")
-            is_over = partial(self._deadline_passed, began + step.limit_s)
-            is_late = partial(self._deadline_passed, time.monotonic() + DECODE_SHARE * step.limit_s)
-            # Do not prefetch while re-running a step that crashed a worker, so that bisection
-            # stays unambiguous.
-            with nullcontext() if is_risky else self._prefetcher.during(step):
-                work = self._runner.run(step, bodies, runs, is_over, is_late)
-                ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
-            self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
-            times.note("run", Phase.TRAIN)
-            failpoint("worker.after_run", (op.request_id for op in step.ops))
-            took = StepTimes(times.began, time.monotonic() - began, sampling_s)
-            commit = commit_of(step, bodies, ran, took, self._record)
+            ran = self._run_ops(step, bodies, runs, at_yield, times)
+            commit = commit_of(step, bodies, ran, times.of_step(), self._record)
             self._commit(step, commit)
             times.note("commit")
         except PAUSES:
@@ -203,9 +192,33 @@ class WorkerLoop:
             for run in {op.run for op in step.ops}:
                 self._runs.forget_state(run)
             raise
+        self._note_committed(step, ran, commit, times)
+
+    def _run_ops(
+        self,
+        step: Step,
+        bodies: Mapping[OpId, bytes],
+        runs: StepRuns,
+        at_yield: Callable[[], None],
+        times: CycleTimes,
+    ) -> StepRun:
+        """Run a step's ops on the engine, and other work at its yield points."""
+        is_over = partial(self._deadline_passed, times.began_s + step.limit_s)
+        is_late = partial(self._deadline_passed, time.monotonic() + DECODE_SHARE * step.limit_s)
+        # Do not prefetch while re-running a step that crashed a worker, so that bisection stays unambiguous.
+        with nullcontext() if self._runner.is_risky(step) else self._prefetcher.during(step):
+            work = self._runner.run(step, bodies, runs, is_over, is_late)
+            ran, times.sampling_s = drive(work, times.visited(at_yield))
+        self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
+        times.note("run", Phase.TRAIN)
+        failpoint("worker.after_run", (op.request_id for op in step.ops))
+        return ran
+
+    def _note_committed(self, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes) -> None:
+        """Count and log a committed step, and copy out the runs that are due."""
         if ran.cost:
             # Include sampling and decoding, because they count towards the duration of the cycle.
-            seconds = ran.decode_s + ran.cost.wave_s + ran.cost.optim_s + sampling_s
+            seconds = ran.decode_s + ran.cost.wave_s + ran.cost.optim_s + times.sampling_s
             self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         self._recorder.finish(step, ran.outputs)
         count_cycle(self._metrics, step, commit)
@@ -213,11 +226,11 @@ class WorkerLoop:
         self._runs.copies.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
         log_cycle(step, commit, self._execution.tenant_names)
-        if traces:
+        if traces := tracer():
             trace_cycle(traces, step, ran.cost, commit, times, self._runner.risks(step).count)
 
-    def _restored(self, work: Yielding[T], at_yield: Callable[[], None]) -> T:
-        """Restore runs. Raise RestoreStopped if this process must end; its successor continues."""
+    def _run_restore(self, work: Yielding[T], at_yield: Callable[[], None]) -> T:
+        """Run a restore to its end. Raise RestoreStopped if this process must end; its successor continues."""
 
         def at_micro_batch() -> None:
             if self._stopping.is_set() and time.monotonic() > self._restores_until:

@@ -26,7 +26,7 @@ from cotrain_workers.engine.ops import CycleOutput, Failure, NoteOutput, Op, Out
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import WorkerEngine
 from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
-from cotrain_workers.recovery.crashes import POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
+from cotrain_workers.recovery.crashes import POISON, CombinedOutputs, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
 from cotrain_workers.results import StepRun
@@ -128,21 +128,21 @@ class StepRunner:
             # Writes take memory, and a crash during one must not be attributed to the request.
             self._runs.await_writes()
         cost: CycleOutput | None = None
-        answers: CycleOutput | Answers
+        ran: CycleOutput | CombinedOutputs
         if self.risks(step).is_deadly and selected.ops:
             log.error("step_crash_loop", cycle=step.cycle)
-            answers = self._run_in_groups(step, selected.ops)
+            ran = self._run_in_groups(step, selected.ops)
         else:
             failpoint("worker.before_run", (op.request_id for op in step.ops))
             cost = yield from self._run_whole(step, selected.ops, bodies, allowances, is_over)
-            answers = cost or self._run_each_alone(step, selected.ops)
-        outputs |= {**selected.failures, **answers.outputs}
+            ran = cost or self._run_each_alone(step, selected.ops)
+        outputs |= {**selected.failures, **ran.outputs}
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
         return StepRun(
             # An op that does not run waits for an unfinished pass before it, like the others.
             finished_outputs(step.ops, outputs),
             cost,
-            is_exact=runs.is_exact and answers.is_exact,
+            is_exact=runs.is_exact and ran.is_exact,
             requests=selected.ops,
             earlier_s={op_id: kept.device_s for op_id, kept in self._open_ops.items()} if cost else {},
             decode_s=decode_s,
@@ -232,23 +232,23 @@ class StepRunner:
                 self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
         return cost
 
-    def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> Answers:
+    def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> CombinedOutputs:
         """Run each run's ops one by one. A request that breaks the engine fails alone."""
         self._engine.check_device()
-        answers = Answers()
+        ran = CombinedOutputs()
         for run in dict.fromkeys(op.run for op in ops):
-            answers.add(self._run_separately(step, ops, None, run))
-        return answers
+            ran.add(self._run_separately(step, ops, None, run))
+        return ran
 
-    def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> Answers:
+    def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> CombinedOutputs:
         """Run a step that crashed its processes in groups, without the ops that crash."""
         risks = self.risks(step)
         side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
-        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_separately, step, ops, risks))
-        self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
-        return answers
+        ran = run_in_groups(self._engine, risks, side_by_side, partial(self._run_separately, step, ops, risks))
+        self._runs.uncounted["poison_ops"] += sum(each is POISON for each in ran.outputs.values())
+        return ran
 
-    def _run_separately(self, step: Step, ops: Iterable[Op], risks: Risks | None, name: str) -> Answers:
+    def _run_separately(self, step: Step, ops: Iterable[Op], risks: Risks | None, name: str) -> CombinedOutputs:
         """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
@@ -256,7 +256,7 @@ class StepRunner:
                 return run_alone(self._engine, of_run, partial(self._runs.reload_state, run), risks)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
-            return Answers(dict.fromkeys((op.id for op in of_run), failure))
+            return CombinedOutputs(dict.fromkeys((op.id for op in of_run), failure))
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
         """Update the computing time of each open pass after a step."""

@@ -10,37 +10,37 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.oplog.reader import log_position
-from cotrain_workers.recovery.replay import bases_of, rewind_target, timelines
+from cotrain_workers.recovery.replay import rewind_target, starts_of, timelines
 
 MADE = {"tenant": "a", "state": "live", "done": "9"}
 NEWEST = {"snap": "8", "snapfile": "new", "snapsha": "n"}
 OLDER = {"oldsnap": "4", "oldfile": "old", "oldsha": "o"}
 
 
-def bases(**row: Any) -> list[tuple[int, str, str]]:
-    return [(base.seq, base.file, base.sha256) for base in bases_of(log_position(MADE | row))]
+def starts(**row: Any) -> list[tuple[int, str, str]]:
+    return [(start.seq, start.file, start.sha256) for start in starts_of(log_position(MADE | row))]
 
 
 def test_a_run_without_a_snapshot_is_replayed_from_its_creation() -> None:
-    assert bases(snap="-1") == [(-1, "", "")]
+    assert starts(snap="-1") == [(-1, "", "")]
 
 
 def test_the_creation_of_a_run_is_the_base_after_its_first_snapshot() -> None:
-    assert bases(**NEWEST, oldsnap="-1") == [(8, "new", "n"), (-1, "", "")]
+    assert starts(**NEWEST, oldsnap="-1") == [(8, "new", "n"), (-1, "", "")]
 
 
 def test_the_newest_snapshot_comes_before_the_previous_one() -> None:
-    assert bases(**NEWEST, **OLDER) == [(8, "new", "n"), (4, "old", "o")]
+    assert starts(**NEWEST, **OLDER) == [(8, "new", "n"), (4, "old", "o")]
 
 
 def test_a_snapshot_without_a_file_is_not_a_base() -> None:
-    assert bases(**NEWEST, oldsnap="4") == [(8, "new", "n")]
+    assert starts(**NEWEST, oldsnap="4") == [(8, "new", "n")]
 
 
 def test_each_base_has_the_numerics_id_of_its_log() -> None:
     def numerics(**row: str) -> list[str]:
         position = log_position(MADE | NEWEST | OLDER | row)
-        return [base.numerics_id for base in bases_of(position)]
+        return [start.numerics_id for start in starts_of(position)]
 
     assert numerics(numerics="x", oldnumerics="x") == ["x", "x"]
     assert numerics(numerics="x", oldnumerics="y") == ["x", "mixed"]
@@ -52,8 +52,8 @@ def ops(*kinds: OpKind) -> list[QueuedOp]:
     return [QueuedOp(RunId("r"), seq, kind, 0, "inline", 0, 0.0) for seq, kind in enumerate(kinds)]
 
 
-def seqs(log: list[QueuedOp], base: int, rewinds: dict[int, int]) -> list[list[int]]:
-    return [[op.seq for op in part] for part in timelines(log, base, rewinds)]
+def seqs(log: list[QueuedOp], start: int, rewinds: dict[int, int]) -> list[list[int]]:
+    return [[op.seq for op in part] for part in timelines(log, start, rewinds)]
 
 
 CREATE, STEP, SAVE, REWIND = OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.REWIND

@@ -25,7 +25,7 @@ from cotrain_workers.engine.ops import Datum, Failure, Pass, ReverseKl
 from cotrain_workers.engine.routing import ImageRows, Route, RowChunks, Segment, SequenceTable
 from cotrain_workers.engine.training.heads import Head, HeadInput, HeadResult, KlHead, References, Referred
 from cotrain_workers.engine.training.long_slices import LongSlice, StartedLong
-from cotrain_workers.engine.training.micro_batches import BatchLimits, MicroBatch, OpSlice, PassesCost, Span
+from cotrain_workers.engine.training.micro_batches import BatchLimits, MicroBatch, OpSlice, Span
 from cotrain_workers.engine.training.pass_outputs import memory_failure
 from cotrain_workers.engine.training.pass_state import PassState, collect
 
@@ -176,7 +176,7 @@ class BatchImages:
         self._device = device
         self._features: dict[tuple[str, bytes], torch.Tensor] = {}  # by tenant and digest
 
-    def compute(self, batch: MicroBatch, passes: Sequence[PassState], cost: PassesCost) -> Yielding[int | None]:
+    def compute(self, batch: MicroBatch, passes: Sequence[PassState]) -> Yielding[int | None]:
         """Run the tower for the images of a micro-batch; yield after each one that it computes.
 
         Return the owner of an image that cannot be computed, after failing its pass; None if there is none.
@@ -194,15 +194,14 @@ class BatchImages:
             if key in self._features:
                 continue
             failure = None
-            with cost.measured():
-                try:
-                    self._features[key] = self._vision.features(key[0], image)
-                except ImageUnusable as unusable:
-                    failure = Failure(str(unusable), "user")
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    failure = memory_failure(image.tokens)
+            try:
+                self._features[key] = self._vision.features(key[0], image)
+            except ImageUnusable as unusable:
+                failure = Failure(str(unusable), "user")
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = memory_failure(image.tokens)
             if failure is not None:
                 release_memory(self._device)
                 passes[owner].fail(failure)

@@ -99,8 +99,7 @@ class ForwardBackward:
         divided = [state for state in passes if state.allowance is not None and state.slices]
         if divided:
             yield from self._run_divided(divided, passes, cost, is_over)
-        with cost.measured():
-            set_outputs(passes)
+        set_outputs(passes)
         if passes:
             self.limits.end_wave()
 
@@ -140,7 +139,7 @@ class ForwardBackward:
                 continue
             if is_over():
                 return
-            unusable = yield from self._runner.images.compute(waiting[0], passes, cost)
+            unusable = yield from self._runner.images.compute(waiting[0], passes)
             if unusable is not None:
                 _drop(waiting, unusable)
                 continue
@@ -148,11 +147,10 @@ class ForwardBackward:
             if self._is_long(batch, passes):
                 yield from self._run_long(batch, passes, waiting, cost, is_over)
                 continue
-            with cost.measured():
-                ran = self._try(batch, passes)
-                if ran is None:
-                    cost.forwards += 1
-                    self._requeue(batch, passes, waiting, cost)
+            ran = self._try(batch, passes)
+            if ran is None:
+                cost.forwards += 1
+                self._requeue(batch, passes, waiting, cost)
             for each in ran or ():
                 cost.forwards += 1
                 cost.tokens += each.tokens
@@ -205,24 +203,20 @@ class ForwardBackward:
                 raise
             long = None
         while long is not None:
-            ran_out = False
-            with cost.measured():
-                try:
-                    with self.watch(upcoming_batch(batch, passes)):
-                        next(long.work)
-                except StopIteration as end:
-                    owner.long = None
-                    self._long.discard(long.slice)
-                    cost.padded_tokens += batch.padded_tokens - batch.tokens
-                    _count(owner, batch.tokens, cost)
-                    owner.long_counted = 0
-                    collect(batch, passes, {batch.op_slices[0]: end.value})
-                    return
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    ran_out = True
-            if ran_out:
+            try:
+                with self.watch(upcoming_batch(batch, passes)):
+                    next(long.work)
+            except StopIteration as end:
+                owner.long = None
+                self._long.discard(long.slice)
+                cost.padded_tokens += batch.padded_tokens - batch.tokens
+                _count(owner, batch.tokens, cost)
+                owner.long_counted = 0
+                collect(batch, passes, {batch.op_slices[0]: end.value})
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 break
             _count(owner, long.slice.done_tokens, cost)
             if may_suspend and long.slice.may_stop and is_over():
@@ -231,17 +225,12 @@ class ForwardBackward:
             yield
         # Memory ran out. Here the exception is released, and with it the tensors that its frames held.
         del long
-        with cost.measured():
-            self._undo_long(owner)
-            self._requeue(batch, passes, waiting, cost)
-        yield
-
-    def _undo_long(self, owner: PassState) -> None:
-        """Undo a long datum that ran out of memory."""
         if owner.long is not None:
             self._long.discard(owner.long.slice)
         owner.undo_long()
         release_memory(self._device)
+        self._requeue(batch, passes, waiting, cost)
+        yield
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
         """Run a micro-batch and return it, after the micro-batches of its references.

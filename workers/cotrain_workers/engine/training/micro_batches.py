@@ -9,9 +9,7 @@ a while.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -88,16 +86,8 @@ class PassesCost:
     forwards: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    seconds: float = 0.0  # without the time at yield points
     halvings: int = 0  # of micro-batches that did not fit into memory
     cut_slices: int = 0  # among those; such an op has other last bits than with more memory
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Add the time within the context, which has no yield point."""
-        began = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - began
 
 
 def cut_op(
