@@ -239,15 +239,27 @@ def test_kernel_lora_equals_row_lora(as_on_cuda: None, new_engine: NewEngine) ->
     pinned = sorted((slots.pin(run) for run in RUNS), key=slot_order)
     rows = [None, None, *(slot for slot in pinned for _ in range(3))]
     siblings = {target.name: own for own in siblings_of(engine._base.targets) for target in own.targets}
-    lora = KernelLora(siblings, engine._base.router.linears, lora_tables(rows, CPU))
+    linears: dict[str, Any] = {
+        target.name: SimpleNamespace(
+            weight=torch.randn(target.outputs, target.inputs) / 8, bias=torch.randn(target.outputs)
+        )
+        for target in engine._base.targets
+    }
+    lora = KernelLora(siblings, linears, lora_tables(rows, CPU))
     plain, xs = RowLora(rows, CPU), dict[int, torch.Tensor]()
     for target in engine._base.targets[-8:-1]:
         x = xs.setdefault(target.inputs, torch.randn(1, 32, target.inputs))
-        module = engine._base.router.linears[target.name]
+        module = linears[target.name]
 
         ours, theirs = (each.linear(target.name, x, module.weight, module.bias) for each in (lora, plain))
-
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+        if target.name.endswith("down_proj"):  # without siblings
+            given = target.name, x, module.weight, module.bias
+            residual = torch.randn(1, 32, target.outputs)
+            ours, theirs = (each.linear(*given, residual.clone()) for each in (lora, plain))
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours, plain.linear(*given) + residual, rtol=1e-5, atol=1e-5)
     x, ours, theirs = torch.randn(32, 64), torch.zeros(32, 128), torch.zeros(32, 128)
     lora.add(UNEMBED, x, ours)
     plain.add(UNEMBED, x, theirs)
