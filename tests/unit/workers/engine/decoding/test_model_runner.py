@@ -25,6 +25,7 @@ from cotrain_workers.engine.decoding.page_kernel import PagesCall, kernel_takes
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.decoding.step import RowLora, slot_order
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
@@ -32,7 +33,7 @@ from tests.support.decoding import finish, graph_report, output, request, traine
 from tests.support.draws import variant
 from tests.support.plain_lora import plain_expand, plain_shrink
 from tests.support.plain_pages import plain_pages
-from tests.support.training import MIX, NewEngine
+from tests.support.training import MIX, ModelFolder, NewEngine
 
 Outputs = Mapping[str, SampleOutput | Failure]
 
@@ -97,11 +98,20 @@ def assert_close(ours: Outputs, theirs: Outputs) -> None:
         np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", [variant("qwen3"), variant("mistral"), "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        variant("qwen3", "none"),
+        variant("mistral", "none"),
+        variant("qwen3_5", "none"),
+        variant("qwen3", "int8"),
+        ("gemma2", "none"),
+    ],
+)
 def test_the_cuda_parts_give_the_results_of_the_plain_parts(
-    new_engine: NewEngine, family: str, request: pytest.FixtureRequest
+    model_folder: ModelFolder, family: str, quantization: Quantization, request: pytest.FixtureRequest
 ) -> None:
-    engine = new_engine(family)
+    engine = Engine.load(str(model_folder(family)), quantization=quantization)
     weights = trained_weights(engine)
     plain = finish(decoder_of(engine, weights), requests())
     request.getfixturevalue("as_on_cuda")
@@ -110,9 +120,8 @@ def test_the_cuda_parts_give_the_results_of_the_plain_parts(
     found = finish(decoder, requests())
     assert_close(found, plain)
     graphs = decoder.runner.graphs
-    assert graphs is not None
-    assert graphs.used >= 3
-    assert not graphs.refused
+    assert (graphs is None) == (family == "qwen3_5")  # its states are in no graph
+    assert graphs is None or (graphs.used >= 3 and not graphs.refused)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
