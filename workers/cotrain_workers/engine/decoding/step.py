@@ -81,8 +81,15 @@ class Attention(Protocol):
 class Lora(Protocol):
     """LoRA of a step, with the adapter of each row."""
 
-    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+    def linear(
+        self,
+        module: str,
+        x: torch.Tensor,
+        weight: FrozenWeight,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter, plus `residual`, which is given up."""
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
@@ -95,6 +102,7 @@ class MixedStep:
         self._states = states
         self._attention = attention
         self._lora = lora
+        self._residuals: dict[str, torch.Tensor] = {}  # by the module to whose output they are added
         self.experts: list[np.ndarray] = []  # [T, k] of each layer with experts
 
     def note_experts(self, chosen: np.ndarray) -> None:
@@ -103,7 +111,11 @@ class MixedStep:
 
     def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
-        return self._lora.linear(module, x, weight, bias)
+        return self._lora.linear(module, x, weight, bias, self._residuals.pop(module, None))
+
+    def add_to(self, module: str, residual: torch.Tensor) -> None:
+        """Add `[1, T, out]` to the next output of `module`, which has no siblings; its memory may be overwritten."""
+        self._residuals[module] = residual
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -169,11 +181,18 @@ class RowLora:
             else:
                 self._short.append(_gathered(group, device))
 
-    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+    def linear(
+        self,
+        module: str,
+        x: torch.Tensor,
+        weight: FrozenWeight,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter, plus `residual`."""
         y = functional.linear(x, dense(weight), bias)
         self.add(module, x[0], y[0])
-        return y
+        return y if residual is None else y.add_(residual)
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
