@@ -25,7 +25,7 @@ from cotrain_store.messages.runs import (
     StepEntry,
     external_folder,
 )
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_store.weights import SavedWeights
 from tests.support.log import WORKER, record_of
