@@ -13,7 +13,7 @@ from cotrain_server.ui.pages.administration import shown
 from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api
 from tests.support.ui import log_in, log_out, send
 

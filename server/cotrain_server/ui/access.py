@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import BodyTooLarge, NotLoggedIn, TooManyFailures, status_of
-from cotrain_server.http.auth import authenticate, check_role, count_failure, is_operator, shown_key
+from cotrain_server.http.auth import authenticate, check_role, count_wrong_key, is_operator, shown_key
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UiSession
@@ -130,7 +130,7 @@ def _form(target: str, error: str = "", status: int = 200) -> Response:
 
 def _refused(request: Request, services: Services, target: str, wrong: AuthenticationFailed) -> Response:
     try:
-        count_failure(request, services)
+        count_wrong_key(request, services)
     except TooManyFailures as enough:
         return _form(target, str(enough), status_of(enough))
     return _form(target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401)

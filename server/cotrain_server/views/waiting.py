@@ -218,7 +218,7 @@ async def read_why(
             next_op=_op(run.id, position.planned + 1, envelope),
             steps=tuple(Step.parse(text) for row in rows for text in row),
             refused=(await recent_failures(connection, now)).get(run.tenant),
-            missing=_sentence(await services.futures.gap_notice(run.pool, run.id)),
+            missing=_sentence(await services.futures.reasons.gap_notice(run.pool, run.id)),
             shows_exits=shows_exits,
         )
     )  # fmt: skip
