@@ -26,6 +26,7 @@ from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, Worke
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.status import Minute
 from cotrain_store.tenants.lists import RunPosition
+from cotrain_store.usage import cycle_counts
 
 NOW = 10_000.0
 
@@ -50,7 +51,8 @@ def cycle(number: int, *tenants: str, start: float = 0.0, tokens: int = 10) -> d
     return {
         "cycle": number, "worker": "w0", "planned_at": start, "started_at": start + 0.5,
         "duration_ms": 1000.0, "wave_ms": 600.0, "optim_ms": 200.0, "sampling_ms": 100.0,
-        "tokens": tokens * len(tenants), "padded_tokens": 2 * tokens * len(tenants), "forwards": 1,
+        "tokens": tokens * len(tenants), "computed_tokens": tokens * len(tenants),
+        "padded_tokens": 2 * tokens * len(tenants), "forwards": 1,
         "outcome": "ok",
         "runs": [
             {"run": f"{tenant}-session:train:0", "tenant": tenant, "tokens": tokens,
@@ -58,6 +60,13 @@ def cycle(number: int, *tenants: str, start: float = 0.0, tokens: int = 10) -> d
             for tenant in tenants
         ],
     }  # fmt: skip
+
+
+def test_a_prompt_that_is_computed_once_makes_no_negative_padding() -> None:
+    shared = cycle(1, "a", "b") | {"computed_tokens": 4, "padded_tokens": 5}  # of 20 tokens
+    shown = timeline_of([shared], Viewer(None, {}))
+    assert [each["padding"] for each in shown["cycles"]] == [0.2]
+    assert (shown["cycles"][0]["tokens"], cycle_counts(shared, {}, {})["padding_tokens"]) == (20, 1)
 
 
 def test_two_tenants_share_a_bar_in_two_colours() -> None:
