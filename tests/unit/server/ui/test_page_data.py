@@ -174,7 +174,7 @@ def test_runs_of_different_length_share_an_axis() -> None:
 def status_of(**changes: Any) -> dict[str, Any]:
     pool = {
         "base_model": "m", "workers": [], "workers_unavailable": ["w0"],
-        "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0},
+        "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0, "oldest_gap_run": ""},
     }  # fmt: skip
     return {
         "reasons": [], "pools": [{**pool, **changes}],
@@ -190,7 +190,7 @@ def test_a_worker_without_a_heartbeat_is_a_problem_with_a_remedy() -> None:
     assert "log" in problem.todo
     exits = {"w0": {"text": "restarted 4 times, last reason: No such folder."}}
     (problem,) = problems_of(status_of(worker_exits=exits), 10**9)
-    assert problem.todo == "w0: restarted 4 times, last reason: No such folder."
+    assert problem.todo.startswith("w0: restarted 4 times, last reason: No such folder. Its runs wait")
     assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
 
 
@@ -210,13 +210,16 @@ def test_each_limit_has_a_sentence() -> None:
 
 
 def test_the_worst_problem_comes_first() -> None:
-    slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
+    slow = status_of(
+        workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0, "oldest_gap_run": "r:train:0"}
+    )
     slow["reasons"] = ["No scheduler is running."]
     slow["redis"] = {"memory_bytes": 8, "memory_limit_bytes": 10}
     slow["disk"] = {"free_bytes": 15 * 10**8, "total_bytes": 10**10}
     found = problems_of(slow, 10**9)
     assert [problem.level for problem in found] == ["bad", *["warn"] * 4]
     assert all(problem.todo for problem in found)
+    assert [problem.run for problem in found if problem.run] == ["r:train:0"]
 
 
 def test_a_disk_below_five_percent_is_a_problem() -> None:
