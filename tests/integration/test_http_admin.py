@@ -442,7 +442,7 @@ def test_the_operator_runs_every_command(server: dict[str, str]) -> None:
     asked(server, "workers", "undrain", POOL.id, "w0")
     events = [event["event"] for event in asked(server, "audit")["events"]]
     assert events[:2] == ["worker_undrain", "worker_drain"]
-    assert len(events) == 11
+    assert len(events) == 13
     (pool,) = asked(server, "fleet")["pools"]
     assert (pool["base_model"], pool["workers"]) == (POOL.base_model, [])
     assert POOL.base_model in run(server, "fleet").output
