@@ -133,8 +133,8 @@ def _workers(pool: PoolStatus) -> str:
     if sizes:
         count = f"{count} (groups of {'/'.join(map(str, sorted(sizes)))})"
     restoring = [f"{w.id} restoring: {w.restoring.text}" for w in pool.workers if w.restoring]
-    away = [f"{name} away" for name in pool.workers_unavailable]
-    return ", ".join([count, *(f"{n} {state}" for state, n in states.items()), *restoring, *away])
+    missing = [f"{name} unavailable" for name in pool.workers_unavailable]
+    return ", ".join([count, *(f"{n} {state}" for state, n in states.items()), *restoring, *missing])
 
 
 def _pool(pool: PoolStatus) -> Table:

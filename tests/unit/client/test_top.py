@@ -73,7 +73,7 @@ def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
     for expected in (
         "not ready: No worker for m is running.",
         "1 d 01:01:01",
-        "2 (groups of 4), 1 draining, w0 restoring: 3 of 12 runs, 41 of 200 ops, w2 away",
+        "2 (groups of 4), 1 draining, w0 restoring: 3 of 12 runs, 41 of 200 ops, w2 unavailable",
         "1,234",
         "2 optim_step",
         "isolated",

@@ -192,7 +192,7 @@ def _is_of_workers(reason: str) -> bool:
 
 def _help(reason: str, pools: Sequence[Mapping[str, Any]]) -> str:
     if _is_of_workers(reason) and (exits := " ".join(map(_exits, pools)).strip()):
-        return exits
+        return f"{exits} {_RUNS_WAIT}"
     return next(
         (text for start, text in _HELP if reason.startswith(start)),
         "Its log has the reason; cotrain serve starts it again.",
