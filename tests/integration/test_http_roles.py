@@ -39,7 +39,7 @@ NOT_OF_TENANTS = re.compile(
 #: Fields of a cycle that the pages draw; the worker of these tests leaves them out.
 CYCLE = {
     "cycle": 1, "worker": "w0", "planned_at": 1.0, "started_at": 2.0, "duration_ms": 10.0, "tokens": 3,
-    "padded_tokens": 4, "forwards": 1, "wave_ms": 5.0, "sampling_ms": 0.0, "optim_ms": 1.0,
+    "computed_tokens": 3, "padded_tokens": 4, "forwards": 1, "wave_ms": 5.0, "sampling_ms": 0.0, "optim_ms": 1.0,
     "outcome": "ok",
 }  # fmt: skip
 #: Operations without a key, with the same answer for every caller.

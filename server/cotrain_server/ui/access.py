@@ -19,18 +19,17 @@ from cotrain_server.http.auth import authenticate, check_role, count_wrong_key, 
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UiSession
-from cotrain_server.ui.rendering import html, page_router
+from cotrain_server.ui.rendering import HOME, html, page_router
 from cotrain_store.errors import AuthenticationFailed, ExpiredKey, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 
-HOME = "/ui"
 LOGIN = "/ui/login"
 COOKIE = "cotrain_session"
 LIFE_S = 12 * 3600
 #: Maximum size of a form, including a playground prompt.
 FORM_BYTES = 256 * 1024
 WRONG = "This is neither the admin key nor a valid API key."
-EXPIRED = "This API key has expired. The operator makes another with `cotrain keys create`."
+EXPIRED = "This API key has expired. Ask the operator for another."
 
 
 @dataclass(frozen=True)
