@@ -180,7 +180,7 @@ async def test_a_refused_form_leads_back_to_its_page(api: Api) -> None:
 async def test_the_page_of_a_tenant_has_its_newest_failure_and_leads_to_its_runs(api: Api) -> None:
     tenant = await tenant_of(api)
     await log_in(api.http, ADMIN_KEY)
-    api.services.refusals.note(TenantId(tenant), Refused(Reason.QUEUE_FULL))
+    api.services.refusals.record(TenantId(tenant), Refused(Reason.QUEUE_FULL))
     await api.services.refusals.store()
     page = (await api.http.get(f"/ui/tenants/{tenant}")).text
     assert str(Refused(Reason.QUEUE_FULL)) in page

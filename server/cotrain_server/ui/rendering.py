@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from cotrain.version import __version__
 from cotrain_server.errors import status_of
-from cotrain_server.http.middleware import path_prefix
+from cotrain_server.http.path_prefix import path_prefix
 from cotrain_server.http.responses import finite_json
 from cotrain_server.http.tenant_routes import Handler
 from cotrain_server.settings import ServerSettings

@@ -21,9 +21,8 @@ from cotrain_server.views.server_status import list_workers
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 from cotrain_store.messages.ids import PoolId, WorkerId
-from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, owners
 from cotrain_store.monitoring.failures import recent_failures
-from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
+from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, owners
 from cotrain_store.tenants.quotas import Quotas
 
 SHOWN = 50

@@ -26,8 +26,6 @@ from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, Worke
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.recent_activity import Minute
 from cotrain_store.tenants.run_list import RunPosition
-from cotrain_store.monitoring.status import Minute
-from cotrain_store.tenants.lists import RunPosition
 from cotrain_store.usage import cycle_counts
 
 NOW = 10_000.0
