@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cotrain.clients.checkpoints import delete_all
-from cotrain.clients.run_results import joined
 from cotrain.errors import APIError, UnsupportedInput
 from cotrain.requests.background_loop import BackgroundLoop
-from cotrain.requests.futures import Future
+from cotrain.requests.futures import Future, join_futures
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import SaveWeightsResponse
@@ -83,4 +82,4 @@ def then_prune(
             log.warning("older checkpoints of %s were not deleted: %s", run, error)
         return answer
 
-    return joined(loop, [saved], finish(), what=f"a save of {run}")
+    return join_futures(loop, [saved], finish(), what=f"a save of {run}")

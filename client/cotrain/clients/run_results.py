@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
-from cotrain.requests.background_loop import BackgroundLoop
-from cotrain.requests.futures import Future
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import OptimStepResponse
 from cotrain.wire.tensors import TensorData
@@ -68,18 +66,6 @@ class Evaluation:
     @override
     def __repr__(self) -> str:
         return f"Evaluation(loss={self.loss:.6g}, tokens={self.tokens})"
-
-
-def joined(
-    loop: BackgroundLoop, parts: Sequence[Future[Any]], result: Coroutine[Any, Any, T], *, what: str
-) -> Future[T]:
-    """Return a future that is accepted when all parts are. It fails with the first failure of a part."""
-
-    async def accept() -> None:
-        for each in parts:
-            await each.accepted_async()
-
-    return Future(loop.start(accept()), loop.start(result), what=what)
 
 
 def weights_of(data: Sequence[Datum]) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
 from cotrain.clients.fork import adams_of, fork_run
 from cotrain.clients.retention import rules_of, then_prune
-from cotrain.clients.run_results import Evaluation, TrainOutput, joined, numbers_of, weights_of
+from cotrain.clients.run_results import Evaluation, TrainOutput, numbers_of, weights_of
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.session import Session
 from cotrain.clients.sweep import Sweep
@@ -18,7 +18,7 @@ from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
 from cotrain.errors import UnsupportedInput
 from cotrain.requests.chunks import combine
-from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.futures import Future, both_ways, join_futures, submitted
 from cotrain.requests.polling import post_and_wait
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import url_of
@@ -324,7 +324,7 @@ class TrainingClient(Ready):
             whole = combine(outputs)
             return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
 
-        return joined(self._loop, (started, ended, *passes), finish(), what="an evaluation")
+        return join_futures(self._loop, (started, ended, *passes), finish(), what="an evaluation")
 
     evaluate_async = submitted(evaluate)
 
@@ -373,7 +373,7 @@ class TrainingClient(Ready):
         async def finish() -> TrainOutput:
             return TrainOutput(await passed, await stepped)
 
-        return joined(self._loop, (passed, stepped), finish(), what="a train call")
+        return join_futures(self._loop, (passed, stepped), finish(), what="a train call")
 
     train_async = submitted(train)
 

@@ -9,7 +9,7 @@ import concurrent.futures
 import inspect
 import logging
 import os
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -241,6 +241,18 @@ class Submitted(Coroutine[Any, Any, Future[T]]):
                 name=name,
                 obj=self,
             )
+
+
+def join_futures(
+    loop: BackgroundLoop, parts: Sequence[Future[Any]], result: Coroutine[Any, Any, T], *, what: str
+) -> Future[T]:
+    """Return a future that is accepted when all parts are. It fails with the first failure of a part."""
+
+    async def accept() -> None:
+        for each in parts:
+            await each.accepted_async()
+
+    return Future(loop.start(accept()), loop.start(result), what=what)
 
 
 async def _settled(
