@@ -119,7 +119,7 @@ def test_the_fitted_line_predicts_a_larger_micro_batch(tmp_path: Path) -> None:
     base = loaded._base
 
     def new_forward_backward(**sizes: Any) -> ForwardBackward:
-        return ForwardBackward(base, loaded._forward_backward._lora, head_chunk_rows=1024, **sizes)
+        return ForwardBackward(base, loaded._forward_backward._runner._lora, head_chunk_rows=1024, **sizes)
 
     bank = AdapterBank(base.targets, CUDA, torch.bfloat16)
 

@@ -170,24 +170,6 @@ async def test_a_copy_that_was_lost_is_written_again_at_once(
     assert snapshot_files(redis, run, tmp_path)[0].exists()
 
 
-async def test_a_good_copy_takes_the_place_of_one_that_cannot_be_read(
-    server: Stack, tmp_path: Path, engine: Engine, redis: Any
-) -> None:
-    """At once, before the run does anything else: its predecessor is the last there is."""
-    run = await server.create("a", "a", LORA)
-    with worker(server, engine):
-        await results(server, run, await submit(server, run, 1, 4))
-    digest = engine.adapters.state(run.id).digest()
-    (torn,) = snapshot_files(redis, run, tmp_path)
-    torn.write_bytes(b"torn")
-    engine.adapters.drop(run.id)
-    with worker(server, engine) as loop:
-        assert replayed(loop, run.id) > 0
-    with worker(server, engine) as loop:
-        assert replayed(loop, run.id) == 0
-    assert engine.adapters.state(run.id).digest() == digest
-
-
 async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_and_copied_out(
     server: Stack, engine: Engine, redis: Any
 ) -> None:

@@ -24,7 +24,10 @@ def run_to_end(work: Yielding[T]) -> T:
 
 
 def timed(work: Yielding[T]) -> Yielding[tuple[T, float]]:
-    """Return the same work; its result is also the time that it took in s, without that at yield points."""
+    """Return the same work; its result is also the time that it took in s, without that at yield points.
+
+    An error at a yield point closes the work, instead of being raised in it.
+    """
     own_s = 0.0
     while True:
         began = time.perf_counter()

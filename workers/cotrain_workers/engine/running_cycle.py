@@ -47,8 +47,7 @@ class RunningCycle:
     is_over: Callable[[], bool]
     outputs: dict[OpId, Output] = field(default_factory=dict)
     divided: dict[OpId, PassProgress] = field(default_factory=dict)
-    # runs whose remaining ops wait for a later cycle
-    deferred: set[str] = field(default_factory=set)
+    deferred: set[str] = field(default_factory=set)  # runs whose remaining ops wait for a later cycle
     opened: Mapping[OpId, PassState] = field(default_factory=dict)  # by earlier cycles
     cost: PassesCost = field(default_factory=PassesCost)
     wave_s: float = 0.0
@@ -59,16 +58,7 @@ class RunningCycle:
     def run(self, ops: Sequence[Op]) -> Yielding[CycleOutput]:
         """Run the cycle and return its output."""
         self.opened = self.open_passes.take({op.run: op.seq for op in reversed(ops)})
-        made = 0
-        for op in ops:
-            if begins_run(op):
-                output = yield from begin(self.adapters, op, self.facts.max_rank)
-                self.outputs[op.id] = output
-                # A checkpoint or an upload takes as long to copy as a fresh adapter.
-                made += self.adapters[op.run].layout.size if op.run in self.adapters else 0
-                if made >= DRAWN_AT_ONCE:
-                    made = 0
-                    yield
+        yield from self._begin_runs(ops)
         self._expect_open_gradients(ops)
         try:
             for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):
@@ -86,6 +76,18 @@ class RunningCycle:
             divided=self.divided,
             parts=tuple(self.parts),
         )
+
+    def _begin_runs(self, ops: Sequence[Op]) -> Yielding[None]:
+        """Create the adapters of new runs. Yields after every DRAWN_AT_ONCE values."""
+        values = 0
+        for op in ops:
+            if begins_run(op):
+                self.outputs[op.id] = yield from begin(self.adapters, op, self.facts.max_rank)
+                # A checkpoint or an upload takes as long to copy as a fresh adapter.
+                values += self.adapters[op.run].layout.size if op.run in self.adapters else 0
+                if values >= DRAWN_AT_ONCE:
+                    values = 0
+                    yield
 
     def _expect_open_gradients(self, ops: Sequence[Op]) -> None:
         """Reserve space for the gradients of passes that may stay open, before adapters are placed on the device."""

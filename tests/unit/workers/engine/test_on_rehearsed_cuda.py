@@ -136,7 +136,7 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
     for module in (memory_model, batch_runner):
         monkeypatch.setattr(module, "CHUNK_ROWS", 32)
     engine = load(model_folder("qwen3", layers=1))
-    base, lora = engine._base, engine._forward_backward._lora
+    base, lora = engine._base, engine._forward_backward._runner._lora
     passes = partial(ForwardBackward, base, lora, head_chunk_rows=32)
     bank = AdapterBank(base.targets, DEVICE, torch.bfloat16)
     peak = partial(memory_model.cuda_peak, DEVICE)

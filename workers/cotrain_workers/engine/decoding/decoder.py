@@ -99,7 +99,7 @@ class EngineDecoder:
         self.cores: AbstractContextManager[object] = (
             StepCores(torch.get_num_threads()) if chooses_cores else nullcontext()
         )
-        self._begun: NextTokens | None = None  # tokens of the step that the device computes between two calls
+        self._launched: NextTokens | None = None  # tokens of the step that the device computes between two calls
         self._empty: list[tuple[str, SampleOutput]] = []  # requests that need no step at all
         self._arrivals = 0
         self.preemptions = 0  # since the decoder was created
@@ -211,19 +211,19 @@ class EngineDecoder:
 
     def _step(self, results: StepResults) -> StepResults:
         self._empty.clear()
-        begun, self._begun = self._begun, None
-        if begun is None or not begun.is_wanted:
+        launched, self._launched = self._launched, None
+        if launched is None or not launched.is_wanted:
             self._admit(results)
-            begun = self._begin(results)
-        if begun is not None:
+            launched = self._launch(results)
+        if launched is not None:
             # With a grammar, the next token depends on the unread one.
             has_grammar = any(each.group.request.grammar for each in self.scheduler.running)
             if self.overlaps and not has_grammar and self.scheduler.only_goes_on():
-                self._begun = self._begin(results, begun.tokens)
-            self._read(begun, results)
+                self._launched = self._launch(results, launched.tokens)
+            self._append_tokens(launched, results)
         return results
 
-    def _begin(self, results: StepResults, chosen: torch.Tensor | None = None) -> NextTokens | None:
+    def _launch(self, results: StepResults, chosen: torch.Tensor | None = None) -> NextTokens | None:
         """Start a step on the device and choose the tokens after it; return None if no sequence gets one.
 
         `chosen` are the unread tokens of the step before, if any.
@@ -233,8 +233,8 @@ class EngineDecoder:
         self._cache.prepare(plan.copies, plan.blank)
         forward = self.runner.forward(plan, self.slots.slot_of, chosen)
         if forward is not None:
-            self._absorb(forward, results)
-        ready = find_ready(forward, self._first(results), self.slots.slot_of)
+            self._note_stored(forward, results)
+        ready = find_ready(forward, self._due_first_tokens(results), self.slots.slot_of)
         if ready is None:
             return None
         for sequence in ready.sequences:
@@ -290,7 +290,7 @@ class EngineDecoder:
         for sequence in sequences:
             self.slots.unpin(sequence.group.request.weights)
 
-    def _absorb(self, forward: ForwardResult, results: StepResults) -> None:
+    def _note_stored(self, forward: ForwardResult, results: StepResults) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
             own = slice(span.row, span.row + chunk.stop - chunk.start)
@@ -322,7 +322,7 @@ class EngineDecoder:
                 return False
         return True
 
-    def _first(self, results: StepResults) -> list[SequenceState]:
+    def _due_first_tokens(self, results: StepResults) -> list[SequenceState]:
         """Return sequences that are due their first token; finish requests that generate no tokens."""
         found = []
         for sequence in self.scheduler.running:
@@ -335,9 +335,9 @@ class EngineDecoder:
                 found.append(sequence)
         return found
 
-    def _read(self, begun: NextTokens, results: StepResults) -> None:
+    def _append_tokens(self, launched: NextTokens, results: StepResults) -> None:
         """Append its chosen token to each sequence. Waits for the device."""
-        for sequence, token, logprob, top in begun.read():
+        for sequence, token, logprob, top in launched.read():
             if not math.isfinite(logprob):
                 self._fail_not_finite(sequence.group, results)
                 continue

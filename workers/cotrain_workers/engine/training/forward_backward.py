@@ -60,7 +60,6 @@ class ForwardBackward:
         A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows.
         """
         self._base = base
-        self._lora = lora
         self._device = base.head_weight.device
         self.head_chunk_rows = head_chunk_rows
         self._micro_batch_tokens = micro_batch_tokens

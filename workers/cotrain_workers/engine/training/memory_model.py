@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -70,20 +70,9 @@ class TooLittleMemory(ValueError):
     """Error: the device has no memory for a micro-batch of the base model. The message states the size."""
 
 
-class NewForwardBackward(Protocol):
-    """Factory of `ForwardBackward`."""
-
-    def __call__(
-        self,
-        *,
-        micro_batch_tokens: int,
-        recompute: RecomputePolicy,
-        save_tokens: int = sys.maxsize,
-        head_chunk_rows: int = 1024,
-    ) -> ForwardBackward:
-        """Return a new one."""
-
-
+#: Constructor of `ForwardBackward` for one base model and one LoRA backend.
+NewForwardBackward = Callable[..., ForwardBackward]
+#: Return the peak bytes of a function above the current use; None if it did not fit.
 Peak = Callable[[Callable[[], bool]], int | None]
 
 
