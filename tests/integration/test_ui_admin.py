@@ -194,6 +194,19 @@ async def test_a_tenant_has_one_limit_of_its_runs_on_both_pages(api: Api) -> Non
     assert ["200 GB" in page for page in pages] == [True, True]
 
 
+async def test_two_tenants_of_one_name_are_told_apart_and_the_audit_page_names_them(api: Api) -> None:
+    await log_in(api.http, ADMIN_KEY)
+    for _ in range(2):
+        await send(api.http, "/ui/tenants", {"name": "lab"})
+    page = (await api.http.get("/ui/audit")).text
+    offered = re.findall(r'<option value="(t-[^"]+)">lab \((t-[^)]+)…\)</option>', page)
+    assert [tenant.startswith(beginning) for tenant, beginning in offered] == [True, True]
+    first = offered[0][0]
+    assert f'<a href="/ui/tenants/{first}">lab</a>' in page
+    of_first = (await api.http.get("/ui/audit.json", params={"tenant": first})).json()
+    assert {event["tenant"] for event in of_first["events"]} == {first}
+
+
 async def test_a_worker_is_drained_and_taken_back_and_the_audit_page_says_so(api: Api) -> None:
     await log_in(api.http, ADMIN_KEY)
     for act in ("drain", "undrain"):
