@@ -15,7 +15,7 @@ from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.results.futures import Pending
-from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body
 from tests.support.ui import FROM_HERE, log_in, log_out, send
 
 PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
@@ -137,6 +137,14 @@ async def test_a_run_is_held_back_and_ended_from_its_page(api: Api) -> None:
     await log_out(api.http)
     await log_in(api.http, ALICE)
     assert "End this run" not in (await api.http.get(f"/ui/runs/{run}")).text
+
+
+async def test_a_missing_request_does_not_count_as_waiting(api: Api) -> None:
+    run = await api.new_run()
+    await api.post("forward_backward", pass_body(run, 3))  # after the run's creation; 1 and 2 are missing
+    shown_run = await twin(api, f"/ui/runs/{run}")
+    assert isinstance(shown_run["run"], dict)
+    assert (shown_run["accepted"], shown_run["run"]["requests_waiting"]) == (3, 2)
 
 
 async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(api: Api) -> None:
