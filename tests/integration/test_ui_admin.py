@@ -16,6 +16,8 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.results.pending import Pending
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api
+from cotrain_store.results.futures import Pending
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body
 from tests.support.ui import FROM_HERE, log_in, log_out, send
 
 PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
@@ -139,6 +141,14 @@ async def test_a_run_is_held_back_and_ended_from_its_page(api: Api) -> None:
     assert "End this run" not in (await api.http.get(f"/ui/runs/{run}")).text
 
 
+async def test_a_missing_request_does_not_count_as_waiting(api: Api) -> None:
+    run = await api.new_run()
+    await api.post("forward_backward", pass_body(run, 3))  # after the run's creation; 1 and 2 are missing
+    shown_run = await twin(api, f"/ui/runs/{run}")
+    assert isinstance(shown_run["run"], dict)
+    assert (shown_run["accepted"], shown_run["run"]["requests_waiting"]) == (3, 2)
+
+
 async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(api: Api) -> None:
     tenant = await tenant_of(api)
     await log_in(api.http, ADMIN_KEY)
@@ -192,6 +202,19 @@ async def test_a_tenant_has_one_limit_of_its_runs_on_both_pages(api: Api) -> Non
     await log_in(api.http, ALICE)
     pages = [(await api.http.get(path)).text for path in ("/ui", "/ui/usage")]
     assert ["200 GB" in page for page in pages] == [True, True]
+
+
+async def test_two_tenants_of_one_name_are_told_apart_and_the_audit_page_names_them(api: Api) -> None:
+    await log_in(api.http, ADMIN_KEY)
+    for _ in range(2):
+        await send(api.http, "/ui/tenants", {"name": "lab"})
+    page = (await api.http.get("/ui/audit")).text
+    offered = re.findall(r'<option value="(t-[^"]+)">lab \((t-[^)]+)…\)</option>', page)
+    assert [tenant.startswith(beginning) for tenant, beginning in offered] == [True, True]
+    first = offered[0][0]
+    assert f'<a href="/ui/tenants/{first}">lab</a>' in page
+    of_first = (await api.http.get("/ui/audit.json", params={"tenant": first})).json()
+    assert {event["tenant"] for event in of_first["events"]} == {first}
 
 
 async def test_a_worker_is_drained_and_taken_back_and_the_audit_page_says_so(api: Api) -> None:

@@ -162,6 +162,9 @@ def _hint(response: httpx.Response, *, is_known: bool) -> str:
         origin = _origin(response.url)
         return f"; a web page came back, so {origin} is no cotrain server: is the base URL right?"
     if response.status_code == _UNAUTHORIZED:
+        body = _json_or_text(response)
+        if isinstance(body, dict) and body.get("code") == "expired_key":
+            return "; the operator can create another one"
         return "; is the key right? (`api_key=`, or COTRAIN_API_KEY)"
     return ""
 

@@ -5,6 +5,7 @@ end of the previous one, and nothing is left out. Deletions shift items back.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -240,11 +241,16 @@ TENANTS_OFFERED = 500
 
 
 async def offered_tenants(connection: Connection) -> dict[TenantId, str]:
-    """Return the display names of all tenants, sorted; nothing above TENANTS_OFFERED."""
+    """Return the display names of all tenants, sorted; nothing above TENANTS_OFFERED.
+
+    A name that several tenants have is followed by the beginning of the id.
+    """
     if await connection.hlen(redis_keys.tenant_names()) > TENANTS_OFFERED:
         return {}
     rows = await connection.hgetall(redis_keys.tenant_names())
     names = {TenantId(id_.decode()): name.decode() for id_, name in rows.items()}
+    tenants_by_name = Counter(names.values())
+    names |= {each: f"{name} ({each[:8]}…)" for each, name in names.items() if name and tenants_by_name[name] > 1}
     return dict(sorted(names.items(), key=lambda row: (row[1].casefold(), row[0])))
 
 

@@ -34,7 +34,7 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            envvar="COTRAIN_HOST", help="Listen on this address; 0.0.0.0: all of IPv4, ::: all of IPv4 and IPv6."
+            envvar="COTRAIN_HOST", help="Listen on this address. 0.0.0.0 is all of IPv4, :: all of IPv4 and IPv6."
         ),
     ] = "127.0.0.1",
     port: Annotated[

@@ -20,9 +20,11 @@ from cotrain_server.ui.run_tables import busiest, targets_of, tokens_of_runs
 from cotrain_server.views.server_status import list_workers
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
-from cotrain_store.messages.ids import PoolId, WorkerId
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, owners
+from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
+from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.quotas import Quotas
 
 SHOWN = 50
@@ -80,9 +82,14 @@ async def audit(request: PageRequest) -> dict[str, Any]:
         raise Invalid("before must be the id of an event.")
     tenant = await find_tenant(request.services, tenant_id) if tenant_id else None
     found = await request.services.audit.page(tenant, before, EVENTS_SHOWN)
+    connection = request.services.connection
+    names = await tenant_names(connection, {TenantId(entry.tenant) for entry in found if entry.tenant})
     return {
         "tenant": tenant_id,
-        "events": [entry.model_dump() for entry in found],
+        "tenants": await offered_tenants(connection),
+        "events": [
+            {**entry.model_dump(), "tenant_name": names.get(TenantId(entry.tenant or ""), "")} for entry in found
+        ],
         "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
     }
 

@@ -62,6 +62,9 @@ async def one_run(request: PageRequest) -> dict[str, Any]:
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
     evaluation = evaluation_of(points)
     (row,) = await _rows(services, [run], {run.id: position}, pauses, request.now)
+    # Of the newest seqs, those behind a gap may be missing.
+    newest = min(row["requests_waiting"], OPS_SHOWN)
+    row["requests_waiting"] -= newest - sum(op.seq > position.done for op in ops)
     if row["last_loss"] is None:  # the newest step followed a failed pass
         losses = (mean_loss(point) for point in reversed(points))
         row["last_loss"] = next((loss for loss in losses if loss is not None), None)

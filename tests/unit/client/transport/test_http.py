@@ -278,6 +278,14 @@ def test_a_wrong_key_is_named_in_the_error() -> None:
         post(api_answering(refusal(401, "Authentication failed.")), Naps())
 
 
+def test_an_expired_key_is_not_called_wrong() -> None:
+    expired = httpx.Response(401, json={"detail": "The API key has expired.", "code": "expired_key"})
+    with pytest.raises(
+        AuthenticationError, match=r"^401: The API key has expired; the operator can create another one$"
+    ):
+        post(api_answering(expired), Naps())
+
+
 def test_a_refusal_names_its_request() -> None:
     with pytest.raises(NotFoundError) as found:
         post(api_answering(refusal(404, **{"X-Request-Id": "3f2a"})), Naps())
