@@ -107,12 +107,14 @@ def print_rich(content: RenderableType) -> None:
 
 
 def print_result(value: Any, *shown: RenderableType, as_json: bool, hint: str = "") -> None:
-    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, and a hint on stderr."""
+    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, and hints on stderr."""
     if as_json:
         print_json(value)
         return
     for part in shown:
         print_rich(part)
+        if isinstance(part, Table) and part.show_header and not part.rows:
+            typer.echo("The list is empty.", err=True)
     if hint:
         typer.echo(hint, err=True)
 
@@ -251,7 +253,7 @@ def ask_admin(
         try:
             checked(answer)
         except NotFoundError as error:
-            if answer.json().get("code") in ("operators_only", "not_found"):
+            if answer.json().get("code") == "operators_only":
                 raise ValueError(f"{url} does not take this admin key.") from error
             raise
         return answer.json() if answer.content else None

@@ -57,6 +57,13 @@ def test_a_list_shows_whole_paths_and_no_emoji(api: FakeCheckpoints) -> None:
     assert "\x1b" not in done.stdout
 
 
+def test_an_empty_list_is_announced_next_to_it(api: FakeCheckpoints) -> None:
+    api.paths_stored = []
+    done = run("checkpoints", "list")
+    assert (done.exit_code, done.stderr) == (0, "The list is empty.\n")
+    assert json.loads(run("checkpoints", "list", "--json").stdout) == []
+
+
 #: Control codes: set a terminal's title, clear it, colour it and reverse the direction of its text.
 SPELL = "\x1b]0;mine\x07\x1b[2J\x9b31m\N{RIGHT-TO-LEFT OVERRIDE}"
 
