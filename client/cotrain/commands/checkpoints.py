@@ -156,7 +156,7 @@ def prune(
 
 def download(
     path: PathOf,
-    output: Annotated[Path, typer.Option(help="The folder to write its files to.")] = Path(),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write its files to.")] = Path(),
     archive: Annotated[Path | None, typer.Option(help="Write one tar with all its files here instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
