@@ -94,7 +94,7 @@ def ttl(
     seconds = _seconds(after)
     with opened() as service:
         service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
-    message = f"{path} is kept" if seconds is None else f"{path} expires in {after}"
+    message = f"{path} is kept" if seconds is None else f"{path} expires in {after}{' s' * after.isdigit()}"
     print_result({"tinker_path": path, "ttl_seconds": seconds}, message, as_json=as_json)
 
 
