@@ -60,22 +60,24 @@ def empty_fields_body(plain_bytes: int = 66_000_000) -> bytes:
     return zstandard.compress(b"\x0a\x00" * (plain_bytes // 2))
 
 
-def tiny_datums_body(run: str, datums: int = 65_536, last_token: int = 0) -> bytes:
+def tiny_datums_body(run: str, datums: int = 65_536, last: bytes = b"") -> bytes:
     """Return zstd of a pass with the maximum number of one-token datums: 1 to 4 s to check, in 2 KB."""
+    head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1)
+    tail = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
+    many = _tiny_datum() * datums + last
+    return zstandard.compress(head.SerializeToString() + many + tail.SerializeToString())
+
+
+def _tiny_datum(token: int = 0) -> bytes:
     made = wire_pb2.ForwardBackwardRequest()
     datum = made.data.add()
-    datum.model_input.add().encoded_text.tokens = bytes(4)
+    datum.model_input.add().encoded_text.tokens = token.to_bytes(4, "little")
     types = {"target_tokens": wire_pb2.DTYPE_INT32, "weights": wire_pb2.DTYPE_FLOAT32}
     for name, dtype in types.items():
         tensor = datum.loss_fn_inputs[name]
         tensor.dtype, tensor.dense = dtype, bytes(4)
         tensor.shape.append(1)
-    head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1)
-    tail = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
-    many = made.SerializeToString() * (datums - 1)
-    datum.model_input[0].encoded_text.tokens = last_token.to_bytes(4, "little")
-    last = made.SerializeToString()
-    return zstandard.compress(head.SerializeToString() + many + last + tail.SerializeToString())
+    return made.SerializeToString()
 
 
 def wrong_numbers_body(count: int = 4_000_000) -> bytes:
@@ -102,15 +104,19 @@ async def big_retrieve_body(http: httpx.AsyncClient) -> bytes:
     return json.dumps({"target": target, "timeout": 0.0, "retrieved_request_ids": ids}).encode()
 
 
-async def tiny_datums_of_a_run(http: httpx.AsyncClient, last_token: int = 0) -> bytes:
+async def tiny_datums_of_a_run(http: httpx.AsyncClient) -> bytes:
     """Return a pass of a new run with the maximum number of datums."""
-    made = await _created(http, "create_model", model_seq_id=0, lora_config={"rank": 8})
-    return tiny_datums_body(made["model_id"], last_token=last_token)
+    return tiny_datums_body(await _new_run(http))
 
 
 async def wrong_last_datum_of_a_run(http: httpx.AsyncClient) -> bytes:
     """Return the same with a token outside of the vocabulary at its end, so that it costs a parser and no worker."""
-    return await tiny_datums_of_a_run(http, last_token=2**31 - 1)
+    return tiny_datums_body(await _new_run(http), 65_535, last=_tiny_datum(token=2**31 - 1))
+
+
+async def _new_run(http: httpx.AsyncClient) -> str:
+    run: str = (await _created(http, "create_model", model_seq_id=0, lora_config={"rank": 8}))["model_id"]
+    return run
 
 
 # ---- Sending --------------------------------------------------------------------------------------
