@@ -1,11 +1,11 @@
-"""Effect of a bad neighbour: waits of an ordinary tenant next to each of 25 bad ones, and alone.
+"""Effect of a bad neighbour: waits of an ordinary tenant next to each of 27 bad ones, and alone.
 
-    python -m bench neighbour [--neighbours long_pass,heavy_sampler,…] [--seconds 45]
+    python -m bench neighbour [--neighbours long_pass,heavy_sampler,…] [--seconds 45] [--tenants 8]
 
 Each neighbour gets a new `cotrain serve` on a small random model. Three probes use that server: a tenant that trains
 256 tokens per step, one that samples 8 tokens, and a health check. Each makes one call after another. They run alone
-first, then next to the neighbour, which is a process of its own. All processes share this machine's cores, clients
-included.
+first, then next to the neighbour, which is a process of its own. With `--tenants` it is several tenants, each a process
+with its own key. All processes share this machine's cores, clients included.
 
 * alone, beside: p50 and p99 of a probe's waits (s); a pending call counts with its age
 * promised: limit of p99 (docs/develop/benchmarks.md), for training one clock period + 2 x alone, for sampling and health
@@ -23,9 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import httpx
 
@@ -40,20 +40,23 @@ from cotrain import ModelInput, SamplingParams, ServiceClient
 
 NEIGHBOURS: dict[str, Callable[[str, str], Awaitable[None]]] = {**TENANTS, **ATTACKS}
 PERIOD_S = 10.0
-KEYS = ("tml-ordinary_trainer00", "tml-ordinary_sampler00", "tml-neighbour_00000000")
+KEYS = ("tml-ordinary_trainer00", "tml-ordinary_sampler00")
+NEIGHBOUR_KEY = "tml-neighbour_{:08}"
 #: Seconds after the start of a neighbour that are not counted, because it creates its runs first.
 SETTLING_S = 8.0
-#: Tokens of a probe's training step, of its sequences, and of a sample.
-STEP_TOKENS, SEQUENCE_TOKENS, SAMPLE_TOKENS = 256, 128, 8
+#: Tokens of a probe's sequences, and of a sample.
+SEQUENCE_TOKENS, SAMPLE_TOKENS = 128, 8
 #: Pause between two health checks in s, as of a load balancer; the other probes have no pause.
 HEALTH_PAUSE_S = 0.1
 OPTIONS: Options = {
     "neighbours": Some(tuple(NEIGHBOURS)),
     "seconds": (45.0, "beside each neighbour"), "alone_seconds": 15.0,
     "threads": (os.cpu_count() or 1, "of torch"),
+    "tenants": (1, "of each neighbour, at once"),
+    "step_tokens": (256, "of the tenant that trains; a child process parses its passes above 1,280"),
     "edge": (False, "put HAProxy in front, and send attacks from another address"),
     "be": (Choice(tuple(NEIGHBOURS)), "run this neighbour until it is killed, and measure nothing"),
-    "address": (str, "URL of a server, for --be"), "key": (KEYS[2], "API key, for --be"),
+    "address": (str, "URL of a server, for --be"), "key": (NEIGHBOUR_KEY.format(0), "API key, for --be"),
 }  # fmt: skip
 
 
@@ -71,32 +74,30 @@ def run(args: Args, report: Report) -> None:
 
 def beside(name: str, args: Args, model: Path, folder: Path) -> list[dict[str, Any]]:
     """Measure the probes alone, then next to one neighbour; return a row per probe."""
+    keys = [NEIGHBOUR_KEY.format(number) for number in range(args.tenants)]
     log = folder.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        direct = address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
+        direct = address = stack.enter_context(serving(model, folder, [*KEYS, *keys], args.threads))
         if args.edge:
             address = stack.enter_context(edge(address))
-        probes = [stack.enter_context(probe) for probe in ordinary(address, stack)]
+        probes = [stack.enter_context(probe) for probe in ordinary(address, args.step_tokens, stack)]
         alone = watched(probes, args.alone_seconds)
-        command = [sys.executable, "-m", "bench", "neighbour", "--be", name, "--address", address]
-        neighbour = subprocess.Popen(
-            tethered(command), stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True,
-            env=os.environ | ({ATTACKER_ADDRESS: "127.0.0.2"} if args.edge else {}),
-        )  # fmt: skip
-        try:
-            assert neighbour.stdout is not None
-            neighbour.stdout.readline()  # it has started or ended
+        errors = stack.enter_context(log.open("w"))
+        with contextlib.ExitStack() as neighbours:
+            started = [
+                neighbours.enter_context(neighbour(name, address, key, errors, is_elsewhere=args.edge)) for key in keys
+            ]
+            for process in started:
+                assert process.stdout is not None
+                process.stdout.readline()  # it has begun or ended
             time.sleep(SETTLING_S)
             watched(probes, 0.0)
             found = watched(probes, args.seconds)
-            ended = neighbour.poll()
-        finally:
-            neighbour.kill()
-            neighbour.wait()
+            ended = next((status for each in started if (status := each.poll()) is not None), None)
         longest_s = 0.0
         with contextlib.suppress(httpx.HTTPError):  # a server that does not respond has no records
             longest_s = max((each["duration_ms"] / 1000 for each in cycles_of(direct)), default=0.0)
-    shared = {"neighbour": name, "longest_cycle_s": longest_s, "neighbour_ended": ended}
+    shared = {"neighbour": name, "tenants": args.tenants, "longest_cycle_s": longest_s, "neighbour_ended": ended}
     rows = [{**shared, "probe": each.name, **judged(each.name, alone, found)} for each in probes]
     for row in rows:
         show(row)
@@ -105,6 +106,23 @@ def beside(name: str, args: Args, model: Path, folder: Path) -> list[dict[str, A
         last = (log.read_text().strip().splitlines() or [""])[-1]
         print(f"   the neighbour ended on its own ({ended}): {last}")
     return rows
+
+
+@contextlib.contextmanager
+def neighbour(
+    name: str, address: str, key: str, errors: IO[str], *, is_elsewhere: bool
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a neighbour until the end of the context; yield its process."""
+    command = [sys.executable, "-m", "bench", "neighbour", "--be", name, "--address", address, "--key", key]
+    environment = os.environ | ({ATTACKER_ADDRESS: "127.0.0.2"} if is_elsewhere else {})
+    process = subprocess.Popen(
+        tethered(command), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Probe:
@@ -154,11 +172,11 @@ class Probe:
             self._leaving.wait(self._pause_s)
 
 
-def ordinary(address: str, stack: contextlib.ExitStack) -> list[Probe]:
+def ordinary(address: str, step_tokens: int, stack: contextlib.ExitStack) -> list[Probe]:
     """Return the probes: a tenant that trains, one that samples from an adapter, and a health check."""
-    services = [stack.enter_context(ServiceClient(base_url=address, api_key=key)) for key in KEYS[:2]]
+    services = [stack.enter_context(ServiceClient(base_url=address, api_key=key)) for key in KEYS]
     trainer, other = (each.create_lora_training_client("bench", rank=8, seed=at) for at, each in enumerate(services))
-    data = random_data(STEP_TOKENS // SEQUENCE_TOKENS, SEQUENCE_TOKENS, seed=0)
+    data = random_data(step_tokens // SEQUENCE_TOKENS, SEQUENCE_TOKENS, seed=0)
     sampler = other.save_weights_and_get_sampling_client()
     prompt = ModelInput.from_ints(list(range(1, 17)))
     params = SamplingParams(max_tokens=SAMPLE_TOKENS, seed=0, stop=[])

@@ -60,20 +60,24 @@ def empty_fields_body(plain_bytes: int = 66_000_000) -> bytes:
     return zstandard.compress(b"\x0a\x00" * (plain_bytes // 2))
 
 
-def tiny_datums_body(run: str, datums: int = 65_536) -> bytes:
-    """Return zstd of a pass with the maximum number of one-token datums: 4 s to check, in 2 KB."""
+def tiny_datums_body(run: str, datums: int = 65_536, last: bytes = b"") -> bytes:
+    """Return zstd of a pass with the maximum number of one-token datums: 1 to 4 s to check, in 2 KB."""
+    head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1)
+    tail = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
+    many = _tiny_datum() * datums + last
+    return zstandard.compress(head.SerializeToString() + many + tail.SerializeToString())
+
+
+def _tiny_datum(token: int = 0) -> bytes:
     made = wire_pb2.ForwardBackwardRequest()
     datum = made.data.add()
-    datum.model_input.add().encoded_text.tokens = bytes(4)
+    datum.model_input.add().encoded_text.tokens = token.to_bytes(4, "little")
     types = {"target_tokens": wire_pb2.DTYPE_INT32, "weights": wire_pb2.DTYPE_FLOAT32}
     for name, dtype in types.items():
         tensor = datum.loss_fn_inputs[name]
         tensor.dtype, tensor.dense = dtype, bytes(4)
         tensor.shape.append(1)
-    head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1)
-    tail = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
-    many = made.SerializeToString() * datums
-    return zstandard.compress(head.SerializeToString() + many + tail.SerializeToString())
+    return made.SerializeToString()
 
 
 def wrong_numbers_body(count: int = 4_000_000) -> bytes:
@@ -102,8 +106,17 @@ async def big_retrieve_body(http: httpx.AsyncClient) -> bytes:
 
 async def tiny_datums_of_a_run(http: httpx.AsyncClient) -> bytes:
     """Return a pass of a new run with the maximum number of datums."""
-    made = await _created(http, "create_model", model_seq_id=0, lora_config={"rank": 8})
-    return tiny_datums_body(made["model_id"])
+    return tiny_datums_body(await _new_run(http))
+
+
+async def wrong_last_datum_of_a_run(http: httpx.AsyncClient) -> bytes:
+    """Return the same with a token outside of the vocabulary at its end, so that it costs a parser and no worker."""
+    return tiny_datums_body(await _new_run(http), 65_535, last=_tiny_datum(token=2**31 - 1))
+
+
+async def _new_run(http: httpx.AsyncClient) -> str:
+    run: str = (await _created(http, "create_model", model_seq_id=0, lora_config={"rank": 8}))["model_id"]
+    return run
 
 
 # ---- Sending --------------------------------------------------------------------------------------
@@ -198,6 +211,7 @@ ATTACKS: Mapping[str, Attack] = {
     "empty_datums": posting(PASS, PROTOBUF | ZSTD, lambda _: empty_datums_body()),
     "empty_fields": posting(PASS, PROTOBUF | ZSTD, lambda _: empty_fields_body()),
     "tiny_datums": posting(PASS, PROTOBUF | ZSTD, tiny_datums_of_a_run),
+    "wrong_last_datum": posting(PASS, PROTOBUF | ZSTD, wrong_last_datum_of_a_run),
     "wrong_numbers": posting(COMPLETIONS, JSON | ZSTD, lambda _: wrong_numbers_body()),
     # Much work for one request.
     "long_text": posting(COMPLETIONS, JSON, long_text_body),

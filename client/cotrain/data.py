@@ -380,7 +380,8 @@ def _datum(
     if max_tokens is not None and length > max_tokens:
         if too_long == "refuse":
             raise UnsupportedInput(
-                f"{conversation.source} has {length} tokens, max_tokens is {max_tokens}: pass too_long='cut' or 'drop'"
+                f"{conversation.source} has {length} tokens, max_tokens is {max_tokens}: "
+                "set too_long to cut or drop, or raise max_tokens"
             )
         if too_long == "drop" or not any(weights[1 : max_tokens + 1]):
             report.dropped += 1

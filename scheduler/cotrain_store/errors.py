@@ -28,7 +28,7 @@ class Reason(Enum):
     SAMPLE_EXPIRED = 410, "The result of this sample request has expired. Sample again."
     SAMPLER_NOT_FOUND = 404, "Sampler not found. A sampler of an unnamed save expires after 6 hours without use, or earlier if its tenant has many. Save under a name to keep the weights."
     CHECKPOINT_NOT_FOUND = 404, "Checkpoint not found."
-    WEBHOOK_NOT_FOUND = 404, "No webhook is set. Set one with PUT /api/v1/webhook."
+    WEBHOOK_NOT_FOUND = 404, "No webhook is set. `cotrain webhooks set URL` or PUT /api/v1/webhook sets one."
     WEIGHTS_DELETED = 404, "The weights of this checkpoint were deleted."
     CHECKPOINT_DAMAGED = 404, "The files of this checkpoint are damaged or cannot be verified."
     UPLOAD_NOT_FOUND = 404, "Upload not found, or expired. Start another with external_weights_upload_start."

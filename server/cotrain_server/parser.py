@@ -1,7 +1,7 @@
 """Parser of request bodies: small ones in the event loop, large ones in threads or child processes.
 
-Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Two hostile tenants therefore leave
-capacity.
+Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Tenants of costly bodies take turns
+in half of the child processes, so any number of hostile tenants leaves capacity.
 
 A parser in C holds the interpreter lock from the first byte to the last: a million numbers block all other threads of a
 process for 0.1 s. So large bodies are parsed in a child process, whose program is `parser_child.py`.
@@ -9,6 +9,7 @@ process for 0.1 s. So large bodies are parsed in a child process, whose program 
 
 import asyncio
 import ctypes
+import math
 import os
 import pickle
 import signal
@@ -18,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,6 +52,11 @@ _TRIM_AFTER_S = 1.0
 _CHILD_IDLE_S = 300.0
 #: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one core.
 MAX_CPU_S = 15.0
+#: Processor time of one call in seconds above which its tenant shares COSTLY_AT_ONCE child processes for COSTLY_FOR_S.
+#: A pass of 16 MB as SDKs send it takes 0.1 s, the slowest one 1.4 to 4 s.
+COSTLY_S = 0.5
+COSTLY_FOR_S = 60.0
+COSTLY_AT_ONCE = AT_ONCE // 2
 #: Size of each pipe, where the system allows it. A body fills the default, 64 KB, many times.
 PIPE_BYTES = 1024**2
 #: Settings of the C library: freed memory stays in the process until it is stopped. To get it back from the kernel for
@@ -64,7 +70,11 @@ _TOO_LONG = "The request body takes more than {:g} s of processor time to read. 
 class Parser:
     """Executor of body work, with one large task per tenant at a time. Call `close` at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, costly_s: float = COSTLY_S) -> None:
+        self._costly_s = costly_s
+        #: Time until which a tenant takes one of these slots. A tenant before its first call takes one, too.
+        self._costly_until: dict[TenantId, float] = {}
+        self._costly_slots = asyncio.Semaphore(COSTLY_AT_ONCE)
         self._locks = TenantSlots()
         self.loop_slots = LoopSlots()
         self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
@@ -99,7 +109,8 @@ class Parser:
         """Run some work: at once if it is light, else in a thread after its tenant's earlier work."""
         if weight <= THREAD_ABOVE:
             return work(*args, **kwargs)
-        return await self._one_per_tenant(tenant, self._threads, partial(work, *args, **kwargs))
+        async with self._locks.of(tenant):
+            return await self._to_the_end(self._threads, partial(work, *args, **kwargs))
 
     async def parse_json(self, tenant: TenantId, weight: int, work: Callable[..., Answer], *args: Any) -> Answer:
         """Run some work on JSON, in a child process if it is heavy.
@@ -115,30 +126,35 @@ class Parser:
         memory or processor time of one call.
         """
         try:
-            return await self._one_per_tenant(tenant, self._child_threads, partial(self._with_child, work, args))
+            async with self._locks.of(tenant), self._slot_of(tenant):
+                return await self._to_the_end(self._child_threads, partial(self._with_child, tenant, work, args))
         finally:
             self._end_idle_soon()
 
-    async def _one_per_tenant(
-        self, tenant: TenantId, threads: ThreadPoolExecutor, call: Callable[[], Answer]
-    ) -> Answer:
-        async with self._locks.of(tenant):
-            working = asyncio.get_running_loop().run_in_executor(threads, call)
-            try:
-                return await asyncio.shield(working)
-            except asyncio.CancelledError:
-                # A client that disconnects must not start a second task concurrently, because a thread cannot be
-                # cancelled.
-                await asyncio.wait([working])
-                raise
-            finally:
-                self._trim_soon()
+    def _slot_of(self, tenant: TenantId) -> AbstractAsyncContextManager[None]:
+        is_costly = self._costly_until.get(tenant, math.inf) > time.monotonic()
+        return self._costly_slots if is_costly else nullcontext()
 
-    def _with_child(self, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
+    async def _to_the_end(self, threads: ThreadPoolExecutor, call: Callable[[], Answer]) -> Answer:
+        working = asyncio.get_running_loop().run_in_executor(threads, call)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            # A client that disconnects must not start a second task concurrently, because a thread cannot be
+            # cancelled.
+            await asyncio.wait([working])
+            raise
+        finally:
+            self._trim_soon()
+
+    def _with_child(self, tenant: TenantId, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
         child = self._idle.pop()  # one child per thread
         try:
             return child.run(work, *args)
         finally:
+            is_costly = child.cpu_s > self._costly_s
+            before = self._costly_until.get(tenant, 0.0)
+            self._costly_until[tenant] = time.monotonic() + COSTLY_FOR_S if is_costly else before
             self._idle.append(child)
 
     def _end_idle_soon(self) -> None:
@@ -179,6 +195,8 @@ class ChildProcess:
     def __init__(self, max_cpu_s: float = MAX_CPU_S) -> None:
         self._max_cpu_s = max_cpu_s
         self._process: subprocess.Popen[bytes] | None = None
+        #: Processor time of the last call in seconds; infinite if it exceeded a limit.
+        self.cpu_s = 0.0
         self._used_at = time.monotonic()
 
     @property
@@ -193,10 +211,11 @@ class ChildProcess:
         process = self._process = self._process or _started(self._max_cpu_s)
         assert process.stdin is not None
         assert process.stdout is not None
+        self.cpu_s = math.inf
         try:
             pickle.dump((work, args), process.stdin, pickle.HIGHEST_PROTOCOL)
             process.stdin.flush()
-            has_worked, answer = pickle.load(process.stdout)  # noqa: S301  # of the same program
+            has_worked, answer, cpu_s = pickle.load(process.stdout)  # noqa: S301  # of the same program
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as crashed:
             self.stop()
             log.warning("parser_crashed", status=process.returncode)
@@ -205,6 +224,8 @@ class ChildProcess:
             raise BodyTooLarge(reason) from crashed
         finally:
             self._used_at = time.monotonic()
+        if not isinstance(answer, BodyTooLarge):
+            self.cpu_s = cpu_s
         if not has_worked:
             raise answer
         return answer  # type: ignore[no-any-return]  # as the function gave it

@@ -8,6 +8,7 @@ import pickle
 import resource
 import signal
 import sys
+import time
 
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.errors import BodyTooLarge
@@ -30,15 +31,17 @@ def main() -> None:
             work, args = pickle.load(calls)  # noqa: S301  # of the same program
         except EOFError:
             return
+        begin_s = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF kills this process
         try:
-            answer = True, work(*args)
+            has_worked, answer = True, work(*args)
         except MemoryError:
-            answer = False, BodyTooLarge(TOO_LARGE)
+            has_worked, answer = False, BodyTooLarge(TOO_LARGE)
         except Exception as error:  # noqa: BLE001  # its caller is in the other process
-            answer = False, error
+            has_worked, answer = False, error
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        cpu_s = time.process_time() - begin_s
+        pickle.dump((has_worked, answer, cpu_s), answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()
         del work, args, answer
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from cotrain.cli import command_line
@@ -388,7 +389,10 @@ async def test_changes_by_forms_of_the_pages_are_audited_first_too(
 
 @pytest.fixture
 def server(empty_redis: EmbeddedRedis, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Address and key of a server, as environment variables."""
+    """Address and key of a server, as environment variables.
+
+    Its thread would otherwise print log lines into the output of a command, which replaces `sys.stdout`.
+    """
     settings = ServerSettings.model_validate(
         {
             "redis_url": empty_redis.url, "data_dir": tmp_path, "disk_reserve_bytes": 0,
@@ -398,13 +402,14 @@ def server(empty_redis: EmbeddedRedis, tmp_path: Path) -> Iterator[dict[str, str
     publish_pool(empty_redis.url, tmp_path)
     running = uvicorn.Server(uvicorn.Config(create_app(settings), port=0, log_config=None))
     thread = threading.Thread(target=running.run)
-    thread.start()
-    while not running.started:
-        assert thread.is_alive()
-    port = running.servers[0].sockets[0].getsockname()[1]
-    yield {"COTRAIN_BASE_URL": f"http://127.0.0.1:{port}", "COTRAIN_ADMIN_KEY": ADMIN_KEY}
-    running.should_exit = True
-    thread.join()
+    with capture_logs():
+        thread.start()
+        while not running.started:
+            assert thread.is_alive()
+        port = running.servers[0].sockets[0].getsockname()[1]
+        yield {"COTRAIN_BASE_URL": f"http://127.0.0.1:{port}", "COTRAIN_ADMIN_KEY": ADMIN_KEY}
+        running.should_exit = True
+        thread.join()
 
 
 def run(server: dict[str, str], *words: str) -> Result:

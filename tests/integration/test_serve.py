@@ -152,6 +152,11 @@ def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     ("options", "settings", "message"),
     [
         (["--base-model=./not-there"], {}, "There is no folder ./not-there."),
+        (
+            ["--base-model=name=/usr"],
+            {},
+            "Base model /usr cannot be served: the folder has no config.json: give the folder of a model, or a hub id.",
+        ),
         (["--base-model=a/b"], {"COTRAIN_CLOK_MODE": "x"}, "Unknown settings: COTRAIN_CLOK_MODE."),
     ],
 )

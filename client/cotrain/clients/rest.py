@@ -404,7 +404,7 @@ class RestClient:
             for name, value in query.items()
             if value is not None
         }
-        return await self._transport.get(f"{path}?{urlencode(sent, doseq=True)}", reader(model))
+        return await self._transport.get(f"{path}?{urlencode(sent, doseq=True)}" if sent else path, reader(model))
 
     async def _whoami(self) -> WhoamiResponse:
         """Return the owner of the API key, from a token that the server issues for it."""

@@ -84,6 +84,8 @@ def archive_of(source: Path) -> UploadArchive:
     _refuse_other_weights(source)
     parts: list[bytes | Path] = []
     for name in ADAPTER_FILES:
+        if not (source / name).is_file():
+            raise FileNotFoundError(f"{source} has no {name}: give the folder of a PEFT adapter")
         info = tarfile.TarInfo(name)
         info.size = (source / name).stat().st_size
         parts += [info.tobuf(tarfile.GNU_FORMAT), source / name, bytes(-info.size % tarfile.BLOCKSIZE)]

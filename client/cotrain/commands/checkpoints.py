@@ -94,7 +94,7 @@ def ttl(
     seconds = _seconds(after)
     with opened() as service:
         service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
-    message = f"{path} is kept" if seconds is None else f"{path} expires in {after}"
+    message = f"{path} is kept" if seconds is None else f"{path} expires in {after}{' s' * after.isdigit()}"
     print_result({"tinker_path": path, "ttl_seconds": seconds}, message, as_json=as_json)
 
 
@@ -156,7 +156,7 @@ def prune(
 
 def download(
     path: PathOf,
-    output: Annotated[Path, typer.Option(help="The folder to write its files to.")] = Path(),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write its files to.")] = Path(),
     archive: Annotated[Path | None, typer.Option(help="Write one tar with all its files here instead.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -23,7 +23,7 @@ from rich.text import Text
 from cotrain.clients.service import ServiceClient
 from cotrain.clients.sweep import Sweep, Trial
 from cotrain.commands.terminal import AsJson, Harmless, examples, failing_in_a_sentence, opened, print_result, table
-from cotrain.data import TooLong, TrainOn, marked, parts, read_chat, render
+from cotrain.data import Conversation, TooLong, TrainOn, marked, parts, read_chat, render
 from cotrain.errors import TokenizerMissing, UnsupportedInput
 from cotrain.learning_rates import constant, cosine, linear
 from cotrain.transport.progress import PROGRESS
@@ -77,7 +77,7 @@ def show_data(
     Conversations that cannot be rendered are counted, and the first reason is printed.
     """
     with failing_in_a_sentence():
-        conversations = read_chat(file)
+        conversations = _conversations(file)
         used = _tokenizer_of(tokenizer, base_model)
         rendered = render(
             conversations,
@@ -262,10 +262,14 @@ def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
 
 
 def _datums(path: Path, tokenizer: Any, train_on: str, max_tokens: int | None) -> list[Datum]:
-    rendered = render(read_chat(path), tokenizer, train_on=cast(TrainOn, train_on), max_tokens=max_tokens)
-    if not rendered.datums:
+    return render(_conversations(path), tokenizer, train_on=cast(TrainOn, train_on), max_tokens=max_tokens).datums
+
+
+def _conversations(path: Path) -> list[Conversation]:
+    found = read_chat(path)
+    if not found:
         raise UnsupportedInput(f"{path} has no conversation to train on")
-    return rendered.datums
+    return found
 
 
 def _tokenizer_of(name: str | None, base_model: str | None) -> Any:

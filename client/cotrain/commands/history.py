@@ -133,7 +133,7 @@ def history(
 def export(
     runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Ids of the runs.")],
     to: Annotated[Target, typer.Option(help="Program that draws the curves.")],
-    output: Annotated[Path, typer.Option(help="Folder with a folder for each run.")] = Path("runs"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder with a folder for each run.")] = Path("runs"),
     project: Annotated[str, typer.Option(help="Project of wandb or trackio.")] = "cotrain",
 ) -> None:
     """Export the histories of runs to TensorBoard, Weights & Biases or trackio.

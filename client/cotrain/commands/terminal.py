@@ -108,12 +108,14 @@ def print_rich(content: RenderableType) -> None:
 
 
 def print_result(value: Any, *shown: RenderableType, as_json: bool, hint: str = "") -> None:
-    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, and a hint on stderr."""
+    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, and hints on stderr."""
     if as_json:
         print_json(value)
         return
     for part in shown:
         print_rich(part)
+        if isinstance(part, Table) and part.show_header and not part.rows:
+            typer.echo("The list is empty.", err=True)
     if hint:
         typer.echo(hint, err=True)
 
@@ -258,7 +260,7 @@ def ask_admin(
             checked(answer)
         except NotFoundError as error:
             code = answer.json().get("code")
-            if code in ("operators_only", "not_found"):
+            if code == "operators_only":
                 raise ValueError(
                     f"{url} does not take this admin key. On the server's host it is in the file admin-key of the data "
                     "folder, unless COTRAIN_ADMIN_KEY is set there."

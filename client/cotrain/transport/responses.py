@@ -40,6 +40,8 @@ _LONGEST_DETAIL = 1_000
 _LONGEST_EXCERPT = 80
 _LONGEST_ID = 64
 _NO_CONTENT, _BAD_REQUEST, _UNAUTHORIZED, _TOO_LARGE = 204, 400, 401, 413
+#: Code of the server's answer for a path without an endpoint. An unknown run or checkpoint has another one.
+_UNKNOWN_PATH = "not_found"
 _UNTRUSTED_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """OpenSSL errors, of older and newer versions, for a response in plain text."""
@@ -161,12 +163,19 @@ def _hint(response: httpx.Response, *, is_known: bool) -> str:
     if is_page(response):
         origin = _origin(response.url)
         return f"; a web page came back, so {origin} is no cotrain server: is the base URL right?"
+    if _code(response) == _UNKNOWN_PATH:
+        return f"; the server has no path {response.url.path}: is the base URL right?"
     if response.status_code == _UNAUTHORIZED:
         body = _json_or_text(response)
         if isinstance(body, dict) and body.get("code") == "expired_key":
             return "; the operator can create another one"
         return "; is the key right? (`api_key=`, or COTRAIN_API_KEY)"
     return ""
+
+
+def _code(response: httpx.Response) -> str:
+    body = _json_or_text(response)
+    return str(body.get("code")) if isinstance(body, dict) else ""
 
 
 def _origin(url: httpx.URL) -> str:

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from cotrain_server.supervisor.environment import UnfitGpus, check_group_gpus, parse_gpus, visible_gpus, with_password
 from cotrain_store.blobs.opening import check_url
+from cotrain_store.disk.model_folder import has_tokenizer, why_not_served
 from cotrain_store.process_start import LAST_PORT
 from cotrain_store.settings import PREFIX
 
@@ -91,10 +92,14 @@ def named_base_models(given: list[str] | None, command: str) -> tuple[str, ...]:
 
 def _base_model(name: str) -> str:
     alias, _, source = name.rpartition("=")
-    if not Path(source).is_dir():
+    if not Path(source).exists():
         if source.startswith((".", "/", "~")):
             refuse(f"There is no folder {source}.")
         return name
+    if reason := why_not_served(source):
+        refuse(f"Base model {source} cannot be served: {reason}")
+    if not has_tokenizer(source):
+        say(f"{source} has no tokenizer (tokenizer.json): requests with text are refused, requests with tokens are not")
     folder = str(Path(source).resolve())
     return f"{alias}={folder}" if alias else folder
 

@@ -57,6 +57,19 @@ def test_a_list_shows_whole_paths_and_no_emoji(api: FakeCheckpoints) -> None:
     assert "\x1b" not in done.stdout
 
 
+def test_an_empty_list_is_announced_next_to_it(api: FakeCheckpoints) -> None:
+    api.paths_stored = []
+    done = run("checkpoints", "list")
+    assert (done.exit_code, done.stderr) == (0, "The list is empty.\n")
+    assert json.loads(run("checkpoints", "list", "--json").stdout) == []
+
+
+def test_a_file_without_a_conversation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    done = run("data", "show", str(tmp_path / "empty.jsonl"))
+    assert (done.exit_code, done.stderr) == (1, f"{tmp_path}/empty.jsonl has no conversation to train on\n")
+
+
 #: Control codes: set a terminal's title, clear it, colour it and reverse the direction of its text.
 SPELL = "\x1b]0;mine\x07\x1b[2J\x9b31m\N{RIGHT-TO-LEFT OVERRIDE}"
 
@@ -89,7 +102,7 @@ def test_a_list_as_json_has_the_fields_of_the_wire(api: FakeCheckpoints) -> None
 
 def test_a_download_is_written_to_the_given_path(api: FakeCheckpoints, tmp_path: Path) -> None:
     api.files = {"adapter_config.json": b"{}"}
-    done = run("download", PATH, "--output", str(tmp_path / "in"), "--json")
+    done = run("download", PATH, "-o", str(tmp_path / "in"), "--json")
     assert (tmp_path / "in" / "adapter_config.json").read_bytes() == b"{}"
     assert json.loads(done.stdout) == {
         "tinker_path": PATH,

@@ -6,13 +6,15 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
-from cotrain_server.parser import CHILD_ABOVE, THREAD_ABOVE, ChildProcess, Parser, trim_heap
+from cotrain_server.parser import AT_ONCE, CHILD_ABOVE, THREAD_ABOVE, ChildProcess, Parser, trim_heap
 from cotrain_server.requests.passes import json_object
 from cotrain_store.messages.ids import TenantId
 
@@ -125,6 +127,29 @@ async def test_an_error_of_the_other_process_is_raised_here(parser: Parser) -> N
         await parser.parse_json(ALICE, VAST, _refuse, "this is why")
 
 
+@pytest.mark.parametrize("hostile", ["_spin_shortly", "_crash"])
+async def test_tenants_of_costly_bodies_leave_processes_for_the_others(tmp_path: Path, hostile: str) -> None:
+    """A tenant is one of the others after its first cheap body."""
+    parser = Parser(costly_s=0.05)
+    known = [TenantId(f"hostile-{number}") for number in range(AT_ONCE)]
+    tenants = [*known, *(TenantId(f"new-{number}") for number in range(AT_ONCE))]
+    opened = tmp_path / "open"
+    try:
+        await parser.run_in_child(ALICE, int)
+        for tenant in known:
+            await parser.run_in_child(tenant, int)
+            with suppress(BodyTooLarge):
+                await parser.run_in_child(tenant, globals()[hostile])
+            await parser.run_in_child(tenant, int)  # does not count for a minute
+        again = [asyncio.create_task(parser.run_in_child(tenant, _await_file, opened)) for tenant in tenants]
+        assert await asyncio.create_task(parser.run_in_child(ALICE, int)) == 0  # while they wait for the file
+        opened.touch()
+        assert await asyncio.gather(*again) == [None] * len(tenants)  # in turn
+    finally:
+        opened.touch()
+        parser.close()
+
+
 def test_freed_memory_is_returned_to_the_host() -> None:
     """glibc keeps memory that a thread has freed below a block still in use."""
     kept: list[bytes] = []
@@ -144,6 +169,17 @@ def test_freed_memory_is_returned_to_the_host() -> None:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _spin_shortly(cpu_s: float = 0.1) -> None:
+    end = time.process_time() + cpu_s
+    while time.process_time() < end:
+        pass
+
+
+def _await_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def _size_of_list(body: bytes) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 import torch
 
+from cotrain_store.disk.model_folder import why_not_served
 from cotrain_store.disk.spool import Spool
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
@@ -33,6 +34,7 @@ from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.host import free_host_bytes
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
+from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, model_too_large, report
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
@@ -120,6 +122,8 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
     running out of memory would end it.
     """
+    if reason := why_not_served(settings.model_source):
+        raise NoModel(f"Base model {settings.model_source} cannot be served: {reason}")
     micro_batch_tokens = settings.micro_batch_tokens
     is_measured = micro_batch_tokens == "auto" and device == "cuda"
     size_key = _batch_size_key(settings, device)

@@ -104,7 +104,7 @@ def test_the_error_says_why_an_adapter_does_not_fit(api: FakeCheckpoints, servic
 def test_a_folder_without_an_adapter_is_not_uploaded(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r" has no adapter_config\.json: give the folder of a PEFT adapter"):
         service.upload_checkpoint(tmp_path, "m", "mine")
     assert not api.calls
 

@@ -162,6 +162,14 @@ def test_a_refusal_without_json_shows_its_status() -> None:
     assert caught.value.status_code == 404
 
 
+def test_a_path_that_the_server_lacks_names_the_address_to_check() -> None:
+    unknown = httpx.Response(404, json={"detail": "Not Found", "code": "not_found"})
+    with pytest.raises(
+        APIStatusError, match=r"404: Not Found; the server has no path /prefix/api/v1/get_info: is the base URL right\?"
+    ):
+        post(api_answering(unknown), Naps())
+
+
 PAGE = "<html>Welcome to nginx</html>"
 
 

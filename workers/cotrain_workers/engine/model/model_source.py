@@ -4,7 +4,6 @@ Each fault becomes a sentence for the operator. Progress goes to a worker's log 
 """
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,6 @@ from typing_extensions import override
 from cotrain_workers.engine.device import is_out_of_memory
 
 CONFIG = "config.json"
-#: Locations of a model below the given folder: subfolders, and the cache of a hub.
-_BELOW = (f"*/{CONFIG}", f"snapshots/*/{CONFIG}")
-_READ = {".json", ".safetensors", ".bin"}
 #: Several times the depth of the deepest models. For many more, lists in the library would use up all memory.
 MAX_LAYERS = 2048
 _AGAIN = "fetch or copy them again"
@@ -52,16 +48,12 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     `refuse_type` is called before the library, which does not support every type. Raises NoModel and the
     exceptions of `refuse_type`.
     """
-    folder = Path(model)
-    if folder.exists():
-        _refuse_other_things(folder)
-        _refuse_closed_files(folder)
     try:
         raw, _ = PreTrainedConfig.get_config_dict(model, local_files_only=local_files_only)
         kind = raw.get("model_type")
     except Exception as error:
         why = _why_not_fetched(error, local_files_only=local_files_only)
-        raise NoModel(_unreadable(error) if folder.exists() else why) from error
+        raise NoModel(_unreadable(error) if Path(model).exists() else why) from error
     if not isinstance(kind, str):
         raise NoModel(f"its {CONFIG} is missing or has no model_type: give a language model.")
     refuse_type(kind)
@@ -76,7 +68,7 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
         raise NoModel(_unreadable(error)) from error
     if adapter is not None:  # the library would attach it, but only where PEFT is installed
         raise NoModel(
-            "the folder holds an adapter as well (adapter_config.json): move it out; bring the adapter "
+            "it holds an adapter as well (adapter_config.json): give the model without it; bring the adapter "
             "with `cotrain upload`, if the model does not hold it already."
         )
     return config
@@ -196,31 +188,6 @@ class ReportedProgress(tqdm):  # type: ignore[misc]  # it comes without types
         if msg is None and self.total and 0 < self.n < self.total:
             report(f"{self.desc or 'fetching'}: {self.n / self.total:.0%}")
         return True
-
-
-def _refuse_other_things(path: Path) -> None:
-    """Raise NoModel for a file, and for a folder without a model."""
-    if not path.is_dir():
-        raise NoModel(f"it is a file: give the folder of a model, which holds {CONFIG}.")
-    if (path / CONFIG).exists():
-        return
-    if (path / "adapter_config.json").exists():
-        raise NoModel(
-            "it is a LoRA adapter: give the model that it was trained on, and bring the adapter with `cotrain upload`."
-        )
-    if any(path.glob("*.gguf")):
-        raise NoModel("it holds a GGUF file, which cannot be trained: give the model it was made from.")
-    inside = next((found.parent for pattern in _BELOW for found in sorted(path.glob(pattern))), None)
-    instead = f"did you mean {inside}?" if inside else "give the folder of a model, or a hub id."
-    raise NoModel(f"the folder has no {CONFIG}: {instead}")
-
-
-def _refuse_closed_files(folder: Path) -> None:
-    """Raise NoModel for a file that this user may not read; the library would report it as missing."""
-    files = (file for file in sorted(folder.iterdir()) if file.suffix in _READ)
-    closed = [file.name for file in files if not os.access(file, os.R_OK)]
-    if closed:
-        raise NoModel(f"its {closed[0]} may not be read by user {os.geteuid()}, who runs this: `chmod a+r` it.")
 
 
 def _why_not_fetched(error: BaseException, *, local_files_only: bool) -> str:
