@@ -73,7 +73,7 @@ def beside(name: str, args: Args, model: Path, folder: Path) -> list[dict[str, A
     """Measure the probes alone, then next to one neighbour; return a row per probe."""
     log = folder.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        direct = address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
+        direct = address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))[0]
         if args.edge:
             address = stack.enter_context(edge(address))
         probes = [stack.enter_context(probe) for probe in ordinary(address, stack)]
