@@ -32,6 +32,7 @@ from cotrain_store.messages.runs import (
     SamplerRecord,
     SessionRecord,
     WeightsRecord,
+    created_run,
     pool_record,
     run_record,
     session_record,
@@ -165,19 +166,25 @@ class Records:
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Return a run. Raises RunNotFound."""
-        return _own_run(await self._row(redis_keys.run(RunId(run_id)), run_id), tenant)
+        row = await self._row(redis_keys.run(RunId(run_id)), run_id)
+        return _own(run_record(row) if row else None, tenant)
+
+    async def created_run(self, tenant: TenantId, run_id: str) -> RunRecord:
+        """Return a run as it was created: its state, notes and last request are not read. Raises RunNotFound."""
+        record = await self._redis.hget(redis_keys.run(RunId(run_id)), "record") if _ID.fullmatch(run_id) else None
+        return _own(created_run(record) if record else None, tenant)
 
     async def run_with(
         self, tenant: TenantId, run_id: str, send: Callable[[], Awaitable[_Answer]]
     ) -> tuple[RunRecord, _Answer]:
-        """Return a run, and the answer to a command that `send` sends, in one round trip. Raises RunNotFound."""
+        """Return a created run, and the answer to a command that `send` sends, in one round trip. Raises RunNotFound."""
         if not _ID.fullmatch(run_id):
             raise RunNotFound
-        row, answer = await asyncio.gather(self._redis.hgetall(redis_keys.run(RunId(run_id))), send())
-        return _own_run(row, tenant), answer
+        record, answer = await asyncio.gather(self._redis.hget(redis_keys.run(RunId(run_id)), "record"), send())
+        return _own(created_run(record) if record else None, tenant), answer
 
     async def run_and_pool(self, tenant: TenantId, run_id: str) -> tuple[RunRecord, PoolRecord]:
-        """Return a run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
+        """Return a created run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
         run, rows = await self.run_with(tenant, run_id, lambda: self._redis.hgetall(redis_keys.pools()))
         if run.pool.encode() not in rows:
             raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
@@ -296,8 +303,7 @@ class Records:
             await pipeline.execute()
 
 
-def _own_run(row: dict[bytes, bytes], tenant: TenantId) -> RunRecord:
-    run = run_record(row) if row else None
+def _own(run: RunRecord | None, tenant: TenantId) -> RunRecord:
     if run is None or run.tenant != tenant:
         raise RunNotFound
     return run

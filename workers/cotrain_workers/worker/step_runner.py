@@ -346,10 +346,9 @@ class Prefetcher:
                 continue
             if is_over.is_set():
                 return
-            if op.ref == "inline":
-                body = small_bodies[op]
-            else:
-                body = shared[0] if shared else self._execution.bodies([op])[0]
+            body = shared[0] if shared else small_bodies.get(op)
+            if op.ref != "inline" and not shared:
+                body = self._execution.bodies([op])[0]
             if body is None:
                 continue
             decoded = {op.ref: shared[1]} if shared else {}
