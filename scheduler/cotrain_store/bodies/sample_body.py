@@ -29,11 +29,11 @@ MAX_GRAMMAR_CHARACTERS = 64 * 1024
 
 @dataclass(frozen=True)
 class TargetTokens:
-    """Target tokens `[len(prompt) - 1, K]`; -1: skip. They are packed, because 300 bytes can name a million of them."""
+    """Target tokens `[len(prompt) - 1, K]`; -1: skip. No list, because 300 bytes can name a million of them."""
 
     rows: int
     columns: int
-    packed: bytes
+    data: bytes
 
     @classmethod
     def of(cls, matrix: Any) -> Self:
@@ -44,7 +44,7 @@ class TargetTokens:
     @property
     def matrix(self) -> np.ndarray:
         """The tokens as an array."""
-        return np.frombuffer(self.packed, "<i8").reshape(self.rows, self.columns)
+        return np.frombuffer(self.data, "<i8").reshape(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def encode_sample(body: SampleBody) -> bytes:
     text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
     targets = targets or TargetTokens(0, 0, b"")
     header = _HEADER.pack(len(text), prompt.size, targets.rows, targets.columns)
-    return b"".join((header, text, prompt.tobytes(), targets.packed, *(each.data for each in body.images)))
+    return b"".join((header, text, prompt.tobytes(), targets.data, *(each.data for each in body.images)))
 
 
 def decode_sample(body: bytes) -> SampleBody:

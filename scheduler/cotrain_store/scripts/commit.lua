@@ -109,7 +109,7 @@ local function write_save(ref, run, seq, save, result, ttl_ms)
 end
 
 local resolved, points = {}, {}
-local served = {} -- what has left the queue of each tenant
+local served = {} -- sums of the committed ops, which leave the queue of each tenant
 for i, op in ipairs(args.ops) do
   local run, seq, tenant = op.run, op.seq, op.tenant
   local log = prefix .. 'log:' .. run

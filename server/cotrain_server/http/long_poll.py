@@ -109,14 +109,14 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """Await `work` while its client is connected. If the client disconnects, cancel it and return None."""
-    route, is_gone = asyncio.current_task(), False
+    route, is_disconnected = asyncio.current_task(), False
     assert route
 
     async def end_with_client() -> None:
-        nonlocal is_gone
+        nonlocal is_disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        is_gone = True
+        is_disconnected = True
         while True:  # one cancellation may not suffice (`stop_tasks`)
             route.cancel()
             await asyncio.sleep(RECANCEL_S)
@@ -125,7 +125,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -
     try:
         return await work
     except asyncio.CancelledError:
-        if not is_gone:
+        if not is_disconnected:
             raise
         while route.uncancel():
             pass
