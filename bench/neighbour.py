@@ -77,7 +77,7 @@ def beside(name: str, args: Args, model: Path, folder: Path) -> list[dict[str, A
     keys = [NEIGHBOUR_KEY.format(number) for number in range(args.tenants)]
     log = folder.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        direct = address = stack.enter_context(serving(model, folder, [*KEYS, *keys], args.threads))
+        direct = address = stack.enter_context(serving(model, folder, [*KEYS, *keys], args.threads))[0]
         if args.edge:
             address = stack.enter_context(edge(address))
         probes = [stack.enter_context(probe) for probe in ordinary(address, args.step_tokens, stack)]

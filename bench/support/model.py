@@ -45,6 +45,7 @@ class Mixture(Shape):
 
 SHAPES = {
     "tiny": Shape(2, 64, 96, 4, 2, 16, 128),
+    "narrow": Shape(1, 32, 64, 2, 1, 16, VOCAB),
     "5m": Shape(4, 256, 768, 4, 2, 64, VOCAB),
     "small": Shape(3, 512, 1536, 8, 4, 64, VOCAB),
     "0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151_936),

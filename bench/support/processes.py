@@ -117,10 +117,10 @@ def cpu_s(pid: int | str = "self") -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def cpu_by_role() -> dict[str, float]:
-    """Return the processor time in s of this process (client) and of each process of a server that it started."""
+def cpu_by_role(server: int | None = None) -> dict[str, float]:
+    """Return the processor time in s of this process (client) and of each process of a server, or of all, it started."""
     took = {"client": cpu_s()}
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(server).children(recursive=True):
         line = " ".join(process.cmdline())
         if role := next((role for role, word in ROLES.items() if word in line), None):
             took[role] = took.get(role, 0.0) + cpu_s(process.pid)

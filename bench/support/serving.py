@@ -36,16 +36,18 @@ class Load:
 
 
 @contextmanager
-def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Iterator[str]:
-    """Run `cotrain serve` on a free port; yield its URL."""
+def serving(
+    model: Path, data_dir: Path, keys: list[str], threads: int, cotrain: Path = COTRAIN
+) -> Iterator[tuple[str, int]]:
+    """Run `cotrain serve` on a free port; yield its URL and process id."""
     options = {"base-model": f"bench={model}", "port": 0, "data-dir": data_dir, "torch-threads": threads}
-    command = [str(COTRAIN), "serve", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+    command = [str(cotrain), "serve", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
     given = {"COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"]}
     with running(command, stdout=subprocess.PIPE, env={**os.environ, **given}) as process:
         assert process.stdout
         for line in process.stdout:
             if "cotrain ready at " in line:
-                yield line.split("cotrain ready at ")[1].split()[0]
+                yield line.split("cotrain ready at ")[1].split()[0], process.pid
                 return
         raise RuntimeError("cotrain serve ended before it was ready")
 
@@ -55,6 +57,7 @@ class Server:
     """Server on a small random model, with an API key for each tenant."""
 
     url: str
+    pid: int
     keys: list[str]
     model: Path
     args: Args
@@ -81,13 +84,13 @@ def cycles_of(url: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def small_server(args: Args, tenants: int) -> Iterator[Server]:
-    """Run a server on a random model of 5 M parameters, in a temporary folder, with `--threads`."""
+def small_server(args: Args, tenants: int, size: str = "5m", cotrain: Path = COTRAIN) -> Iterator[Server]:
+    """Run a server on a random model, by default of 5 M parameters, in a temporary folder, with `--threads`."""
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
-        model = build(Path(scratch) / "model")
+        model = build(Path(scratch) / "model", size)
         keys = [f"tml-bench-{number:012}" for number in range(tenants)]
-        url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
-        yield Server(url, keys, model, args, stack)
+        url, pid = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads, cotrain))
+        yield Server(url, pid, keys, model, args, stack)
 
 
 def random_data(count: int, length: int, seed: int, sdk: Any = cotrain) -> list[Any]:

@@ -1,10 +1,13 @@
 """Limits in one API process: requests started at once, a tenant's slots and uses, and wrong keys of an address."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NoReturn
 
 from cotrain_server.errors import TooManyFailures
 from cotrain_store.errors import Reason, Refused
@@ -76,31 +79,46 @@ class TenantUse(Counter[TenantId]):
         self._limit = limit
         self._on_refusal = on_refusal
 
-    @contextmanager
-    def of(self, tenant: TenantId, amount: int = 0, *, limit: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Use an amount until the end of the block. Yields a function that uses more.
+    def of(self, tenant: TenantId, amount: int = 0, *, limit: int | None = None) -> Use:
+        """Use an amount in a block. Its function uses more.
 
         Both raise the refusal above the limit. A tenant without another block may exceed it, because the size of one
         body is limited elsewhere.
         """
-        limit, used = self._limit if limit is None else limit, 0
+        return Use(self, tenant, amount, self._limit if limit is None else limit)
 
-        def use(more: int) -> None:
-            nonlocal used
-            if self[tenant] > used and self[tenant] + more > limit:
-                self._on_refusal()
-                raise Refused(self._refusal)
-            used += more
-            self[tenant] += more
+    def refuse(self) -> NoReturn:
+        """Raise the refusal."""
+        self._on_refusal()
+        raise Refused(self._refusal)
 
-        try:
-            if amount:
-                use(amount)
-            yield use
-        finally:
-            self[tenant] -= used
-            if not self[tenant]:
-                del self[tenant]
+
+class Use:
+    """Block of code in which a tenant uses an amount. A generator for each block took a twentieth of a small request."""
+
+    __slots__ = ("_amount", "_limit", "_tenant", "_used", "_uses")
+
+    def __init__(self, uses: TenantUse, tenant: TenantId, amount: int, limit: int) -> None:
+        self._uses, self._tenant, self._amount, self._limit, self._used = uses, tenant, amount, limit, 0
+
+    def __enter__(self) -> Callable[[int], None]:
+        """Use the amount, and return a function that uses more."""
+        if self._amount:
+            self._use(self._amount)
+        return self._use
+
+    def __exit__(self, *_: object) -> None:
+        """End the use of all amounts."""
+        self._uses[self._tenant] -= self._used
+        if not self._uses[self._tenant]:
+            del self._uses[self._tenant]
+
+    def _use(self, more: int) -> None:
+        total = self._uses[self._tenant]
+        if total > self._used and total + more > self._limit:
+            self._uses.refuse()
+        self._used += more
+        self._uses[self._tenant] = total + more
 
 
 def tenant_requests(limit: int = MAX_REQUESTS) -> TenantUse:

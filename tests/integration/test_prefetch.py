@@ -7,10 +7,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
+from typing_extensions import override
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.messages.ids import RunId
@@ -111,6 +113,40 @@ async def test_prefetched_bodies_are_few_and_short_lived(log: Log, monkeypatch: 
     assert set(looker._decoded) == set(ops[:2])
 
     look(looker, replace(step, ops=()), 0)
+
+
+async def test_small_bodies_are_read_together(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, ops = await submit_behind(log, BODY, BODY, BODY)
+    bodies = Mock(wraps=log.execution.bodies)
+    monkeypatch.setattr(log.execution, "bodies", bodies)
+
+    look(Prefetcher(log.execution), step, 3)
+
+    assert bodies.call_args_list[0] == call(ops)
+
+
+class Ticks(threading.Event):
+    """Event that is set after some waits, which it records."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+        self._most = most
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return len(self.waits) > self._most
+
+
+async def test_a_long_step_is_looked_behind_less_and_less_often(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_runner, "LOOK_S", 0.1)
+    step, _ = await submit_behind(log)
+    ticks = Ticks(5)
+
+    Prefetcher(log.execution)._look(step, ticks)
+
+    assert ticks.waits == [0.1, 0.2, 0.4, 0.8, 0.8, 0.8]
 
 
 async def test_an_unavailable_redis_ends_the_prefetch_and_not_the_step(

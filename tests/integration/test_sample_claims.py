@@ -10,6 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain_store import redis_keys
+from cotrain_store.bodies.sample_body import TargetTokens
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import RequestId, WorkerId
@@ -278,8 +279,8 @@ async def test_each_body_is_read_as_it_was_sent(samples: Samples) -> None:
     sampler = await samples.sampler()
     bodies = [
         replace(BODY, stop=(), seed=None, max_tokens=None),
-        replace(BODY, stop=("\n\n", "ü"), target_prompt_logprobs=((1, 2), (3, -1))),
-        replace(BODY, stop=(2, 3), prompt=(1,), target_prompt_logprobs=()),
+        replace(BODY, stop=("\n\n", "ü"), target_prompt_logprobs=TargetTokens.of(((1, 2), (3, -1)))),
+        replace(BODY, stop=(2, 3), prompt=(1,), target_prompt_logprobs=TargetTokens.of(())),
     ]
     for seq, body in enumerate(bodies):
         await samples.intake.submit(sampler, seq, body)

@@ -219,6 +219,7 @@ def sample_request(claimed: ClaimedSample, body: SampleBody, end_of_sequence: It
     A missing seed is derived from the request's id, so that a repeated request yields the same tokens.
     """
     tokens, strings = _stops(body.stop, end_of_sequence)
+    targets = body.target_prompt_logprobs
     return SampleRequest(
         id=claimed.request,
         weights=claimed.weights,
@@ -235,7 +236,7 @@ def sample_request(claimed: ClaimedSample, body: SampleBody, end_of_sequence: It
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
-        target_prompt_logprobs=_targets(body),
+        target_prompt_logprobs=None if targets is None else targets.matrix,
         grammar=body.grammar,
         images=_images(body.images),
         return_routed_experts=body.return_routed_experts,
@@ -249,13 +250,6 @@ def sample_result(request: SampleRequest, output: SampleOutput) -> Result:
     """Return the encoded result of a sample request."""
     run = run_of(RequestId(request.weights)) if request.weights else None
     return Result(ResultKind.SAMPLE, encode_sample_output(output, run, request.policy_step))
-
-
-def _targets(body: SampleBody) -> np.ndarray | None:
-    rows = body.target_prompt_logprobs
-    if rows is None:
-        return None
-    return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 0)
 
 
 def _stops(

@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -25,6 +25,26 @@ if TYPE_CHECKING:  # imported by the processes that compile a grammar
 _HEADER = struct.Struct("<4I")
 #: Maximum length of a grammar in characters.
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """Target tokens `[len(prompt) - 1, K]`; -1: skip. No list, because 300 bytes can name a million of them."""
+
+    rows: int
+    columns: int
+    data: bytes
+
+    @classmethod
+    def of(cls, matrix: Any) -> Self:
+        """Return the tokens of a matrix, which is an array or has tuples as rows."""
+        array = np.asarray(matrix, "<i8")
+        return cls(len(array), array.shape[1] if array.size else 0, array.tobytes())
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """The tokens as an array."""
+        return np.frombuffer(self.data, "<i8").reshape(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -45,8 +65,7 @@ class SampleBody:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: tuple[tuple[int, ...], ...] | None = None
-    """Target tokens `[len(prompt) - 1, K]`; -1: skip."""
+    target_prompt_logprobs: TargetTokens | None = None
     stream: bool = False
     grammar: str | None = None
     """Grammar of the generated text, in the format of llguidance; None: any text."""
@@ -59,18 +78,17 @@ class SampleBody:
 
 def encode_sample(body: SampleBody) -> bytes:
     """Return a body as bytes. Equal bodies give equal bytes."""
-    settings = asdict(replace(body, images=()))
-    del settings["images"]
+    prompt, targets = np.asarray(body.prompt, "<i4"), body.target_prompt_logprobs
+    settings = asdict(replace(body, prompt=(), target_prompt_logprobs=None, images=()))
+    for name in ("prompt", "target_prompt_logprobs", "images"):
+        del settings[name]
     if body.images:
         settings["images"] = [(each.start, each.height, each.width, len(each.data)) for each in body.images]
-    prompt = np.asarray(settings.pop("prompt"), "<i4")
-    targets = settings.pop("target_prompt_logprobs")
-    rows, columns = (len(targets), len(targets[0]) if targets else 0) if targets is not None else (0, 0)
     settings["has_targets"] = targets is not None
     text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
-    header = _HEADER.pack(len(text), prompt.size, rows, columns)
-    arrays = prompt.tobytes() + np.asarray(targets or (), "<i8").tobytes()
-    return b"".join((header, text, arrays, *(each.data for each in body.images)))
+    targets = targets or TargetTokens(0, 0, b"")
+    header = _HEADER.pack(len(text), prompt.size, targets.rows, targets.columns)
+    return b"".join((header, text, prompt.tobytes(), targets.data, *(each.data for each in body.images)))
 
 
 def decode_sample(body: bytes) -> SampleBody:
@@ -80,15 +98,13 @@ def decode_sample(body: bytes) -> SampleBody:
         start = _HEADER.size + length
         settings = json.loads(body[_HEADER.size : start])
         prompt = np.frombuffer(body, "<i4", tokens, start)
-        targets = np.frombuffer(body, "<i8", rows * columns, start + 4 * tokens)
+        targets = np.frombuffer(body, "<i8", rows * columns, start + 4 * tokens).tobytes()
         has_targets, stop = settings.pop("has_targets"), settings.pop("stop")
         settings["prompt"] = tuple(prompt.tolist())
         rest = body[start + 4 * tokens + 8 * rows * columns :]
         settings["images"] = tuple(_images(settings.get("images", ()), rest))
         settings["stop"] = None if stop is None else tuple(stop)
-        settings["target_prompt_logprobs"] = (
-            tuple(map(tuple, targets.reshape(rows, columns).tolist())) if has_targets else None
-        )
+        settings["target_prompt_logprobs"] = TargetTokens(rows, columns, targets) if has_targets else None
         return decode(SampleBody, settings)
     except (struct.error, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as broken:
         raise MalformedBody("The body of a sample request cannot be read.") from broken

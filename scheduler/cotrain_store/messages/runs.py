@@ -308,12 +308,12 @@ def run_record(row: dict[bytes, bytes]) -> RunRecord:
         "note": row.get(b"note", b"").decode(),
         "tags": tags_of(row.get(b"tags")),
     }
-    return RunRecord(**vars(_made_run(row[b"record"])) | later)
+    return RunRecord(**vars(created_run(row[b"record"])) | later)
 
 
 @lru_cache(maxsize=1024)  # by the stored bytes, so that none is outdated
-def _made_run(record: bytes) -> RunRecord:
-    """Return a run with the immutable part of its record."""
+def created_run(record: bytes) -> RunRecord:
+    """Return a run with the part of its hash that does not change."""
     raw = json.loads(record)
     raw["lora"] = decode(LoraSpec, raw["lora"])
     return decode(RunRecord, raw)

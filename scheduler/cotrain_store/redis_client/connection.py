@@ -55,7 +55,8 @@ _SETTINGS: Mapping[str, Any] = {
     # Otherwise every connection reads the version of redis-py from disk.
     "driver_info": DriverInfo(),
 }  # fmt: skip
-_RECANCEL_S = 0.05
+#: Interval between two cancellations of a task that continues after one.
+RECANCEL_S = 0.05
 
 
 def open_connection(url: str) -> Connection:
@@ -118,7 +119,7 @@ async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
     while running:
         for task in running:
             task.cancel()
-        ended, running = await asyncio.wait(running, timeout=_RECANCEL_S)
+        ended, running = await asyncio.wait(running, timeout=RECANCEL_S)
         await asyncio.gather(*ended, return_exceptions=True)
 
 

@@ -102,11 +102,8 @@ class Futures(ChannelSubscriber):
             raise RequestNotFound
         waiter = self._register(request)
         try:
-            run, value = await self._records.run_with(
-                tenant, run_of(request), lambda: self._redis.get(redis_keys.result(request))
-            )
-            pool = run.pool
-            del run  # thousands wait here
+            pool = (await self._records.created_run(tenant, run_of(request))).pool
+            value = await self._redis.get(redis_keys.result(request))
             if value is None:
                 value = await self._until(waiter, timeout_s)
         except RunNotFound as foreign:

@@ -4,6 +4,7 @@ Sample requests are not part of a run's log: they change nothing, so each may ru
 order, and again after a crash.
 """
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable
@@ -86,14 +87,15 @@ class SampleIntake:
         request = sample_id(sampler.id, seq)
         content = encode_sample(replace(body, policy_step=sampler.step))
         tokens = token_limit(body, longest)
-        answer = b"ROOM"
-        if len(content) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
-            answer = await self._accept(sampler, request, seq, content, tokens, None)
+        is_large, answer = len(content) > INLINE_LIMIT_BYTES, b"ROOM"
+        digest = await asyncio.to_thread(_digest, content) if is_large else _digest(content)
+        if is_large:  # checked first: a refused body is not worth an fsync
+            answer = await self._accept(sampler, request, seq, content, digest, tokens, None)
         if answer == b"ROOM":
             with self._capacity.storing() as store:
                 ref = await store(content)
                 failpoint("api.before_submit", request)
-                answer = await self._accept(sampler, request, seq, content, tokens, ref)
+                answer = await self._accept(sampler, request, seq, content, digest, tokens, ref)
                 failpoint("api.after_submit", request)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
@@ -116,14 +118,21 @@ class SampleIntake:
         await self._cancel(args)
 
     async def _accept(
-        self, sampler: SamplerRecord, request: RequestId, seq: int, content: bytes, tokens: int, ref: str | None
+        self,
+        sampler: SamplerRecord,
+        request: RequestId,
+        seq: int,
+        content: bytes,
+        digest: str,
+        tokens: int,
+        ref: str | None,
     ) -> bytes:
         pool, tenant = sampler.pool, sampler.tenant
         quotas = await self._quotas_of(tenant)
         asked = SampleSubmission(
             request=request, tenant=tenant, session=sampler.session, sampler=sampler.id,
             weights=sampler.weights or WeightsRef(""), clone=_clone(seq),
-            digest=hashlib.sha256(content).hexdigest(), size=len(content), tokens=tokens, ref=ref,
+            digest=digest, size=len(content), tokens=tokens, ref=ref,
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=redis_keys.prefix(pool),
             idle_ms=redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
@@ -132,6 +141,10 @@ class SampleIntake:
         )  # fmt: skip
         answer: bytes = await self._submit(asked, content if ref == "inline" else b"")
         return answer
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def token_limit(body: SampleBody, longest: int) -> int:

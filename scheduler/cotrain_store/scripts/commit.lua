@@ -108,7 +108,8 @@ local function write_save(ref, run, seq, save, result, ttl_ms)
   return result
 end
 
-local resolved, served, points = {}, {}, {}
+local resolved, points = {}, {}
+local served = {} -- sums of the committed ops, which leave the queue of each tenant
 for i, op in ipairs(args.ops) do
   local run, seq, tenant = op.run, op.seq, op.tenant
   local log = prefix .. 'log:' .. run
@@ -145,11 +146,8 @@ for i, op in ipairs(args.ops) do
       forget_passes(history_of(run)) -- the pending gradient was discarded
       points[run] = points[run] or 0
     end
-    local queue = prefix .. 'queue:' .. tenant
-    served[tenant] = true
-    redis.call('HINCRBY', queue, 'ops', -1)
-    redis.call('HINCRBY', queue, 'tokens', 0 - op.tokens)
-    redis.call('HINCRBY', queue, 'bytes', 0 - op.size)
+    local left = served[tenant] or { ops = 0, tokens = 0, bytes = 0 }
+    served[tenant] = { ops = left.ops + 1, tokens = left.tokens + op.tokens, bytes = left.bytes + op.size }
     -- An op without effect on the state keeps its seq in the log, but not its body.
     if op.released == 'inline' then
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
@@ -187,7 +185,10 @@ for _, part in ipairs(args.back) do
       args.failure_ttl_ms, resolved)
   end
 end
-for tenant in pairs(served) do
+for tenant, left in pairs(served) do
+  for field, amount in pairs(left) do
+    redis.call('HINCRBY', prefix .. 'queue:' .. tenant, field, 0 - amount)
+  end
   remove_if_idle(prefix, tenant)
 end
 redis.call('HDEL', open, cycle)

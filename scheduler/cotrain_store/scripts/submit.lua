@@ -12,13 +12,15 @@ local function submit(args, body, save_body)
   local seq, op, save, max = args.seq, args.op, args.save, args.limits
   local ops_added = save and 2 or 1
 
-  local state = redis.call('HGET', log, 'state')
+  local state, last, next_seq, done, given_up_since, run_worker =
+    unpack(redis.call('HMGET', log, 'state', 'last', 'next', 'done', 'given_up_since', 'worker'))
+  last, next_seq, done = tonumber(last or -1), tonumber(next_seq or 0), tonumber(done or -1)
   local log_seq
   if seq then
     log_seq = seq + redis.call('ZCOUNT', unnumbered, '-inf', seq)
   else
     log_seq = args.idempotency_key and tonumber(redis.call('HGET', digests, 'key:' .. args.idempotency_key))
-      or tonumber(redis.call('HGET', log, 'last') or -1) + 1
+      or last + 1
   end
   local known = redis.call('HGET', digests, log_seq)
   if known then
@@ -43,8 +45,6 @@ local function submit(args, body, save_body)
   if refused then
     return refused
   end
-  local next_seq = tonumber(redis.call('HGET', log, 'next') or 0)
-  local done = tonumber(redis.call('HGET', log, 'done') or -1)
   if log_seq < next_seq then
     return { 'DUP', log_seq } -- its digest was deleted long after it was planned; its result is available or expired
   end
@@ -53,7 +53,7 @@ local function submit(args, body, save_body)
   end
   -- A missing op that all accepted ops of the run wait for is accepted even into a full queue. Otherwise the queue
   -- would stay full.
-  local fills_gap = log_seq == next_seq and log_seq < tonumber(redis.call('HGET', log, 'last') or -1)
+  local fills_gap = log_seq == next_seq and log_seq < last
   local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
   local bytes_added = op.size + (save and save.size or 0)
   if not fills_gap and (tonumber(queued[1] or 0) + ops_added > max.ops
@@ -98,6 +98,7 @@ local function submit(args, body, save_body)
     redis.call('ZADD', 'cotrain:training_runs', args.created_at, run)
     if only_on then
       redis.call('HSET', log, 'worker', only_on, 'source', args.uses[1])
+      run_worker = only_on
     end
   end
   redis.call('HSET', record_key, 'last_request_at', string.format('%.3f', args.now_ms / 1000))
@@ -123,8 +124,9 @@ local function submit(args, body, save_body)
     else
       redis.call('HSET', prefix .. 'bodies:' .. run, at, its_body)
     end
-    if at > tonumber(redis.call('HGET', log, 'last')) then
+    if at > last then
       redis.call('HSET', log, 'last', at)
+      last = at
     end
   end
 
@@ -136,17 +138,18 @@ local function submit(args, body, save_body)
   redis.call('HINCRBY', queue, 'tokens', args.tokens)
   redis.call('HINCRBY', queue, 'bytes', bytes_added)
   redis.call('SADD', prefix .. 'tenants', tenant)
-  if redis.call('HEXISTS', ops, next_seq) == 0 then
-    redis.call('ZADD', prefix .. 'gaps', 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
+  if log_seq > next_seq and redis.call('HEXISTS', ops, next_seq) == 0 then
+    redis.call('ZADD', prefix .. 'gaps', 'NX', given_up_since or clock_in(0), run)
     return { 'NEW', log_seq }
   end
   record_change(prefix, run)
   if log_seq == next_seq then
     redis.call('ZREM', prefix .. 'gaps', run)
-    set_given_up(log, queue, 0, 0)
+    if given_up_since then
+      set_given_up(log, queue, 0, 0)
+    end
     redis.call('ZADD', prefix .. 'ready', 'NX', args.now_ms, run)
-    local worker = redis.call('HGET', log, 'worker') or ''
-    redis.call('PUBLISH', 'cotrain:notify:scheduler', 'ready ' .. args.pool_tag .. worker)
+    redis.call('PUBLISH', 'cotrain:notify:scheduler', 'ready ' .. args.pool_tag .. (run_worker or ''))
   end
   return { 'NEW', log_seq }
 end

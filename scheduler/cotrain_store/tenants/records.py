@@ -3,13 +3,12 @@
 An id of another tenant and an unknown id give the same error, so that clients cannot probe for ids.
 """
 
-import asyncio
 import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import (
@@ -32,6 +31,7 @@ from cotrain_store.messages.runs import (
     SamplerRecord,
     SessionRecord,
     WeightsRecord,
+    created_run,
     pool_record,
     run_record,
     session_record,
@@ -50,7 +50,8 @@ _PATH = re.compile(
 )
 
 
-_Answer = TypeVar("_Answer")
+#: Maximum number of created runs that are kept in memory.
+_RUNS_KEPT = 4_096
 
 
 async def read_runs(connection: Connection, runs: Iterable[RunId]) -> list[RunRecord]:
@@ -71,6 +72,7 @@ class Records:
         self._quotas_of = quotas_of
         self._session = async_script(connection, "session")
         self._sampler = async_script(connection, "sampler")
+        self._created_runs: dict[str, RunRecord] = {}
 
     async def create_session(
         self,
@@ -165,23 +167,30 @@ class Records:
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Return a run. Raises RunNotFound."""
-        return _own_run(await self._row(redis_keys.run(RunId(run_id)), run_id), tenant)
+        row = await self._row(redis_keys.run(RunId(run_id)), run_id)
+        return _own(run_record(row) if row else None, tenant)
 
-    async def run_with(
-        self, tenant: TenantId, run_id: str, send: Callable[[], Awaitable[_Answer]]
-    ) -> tuple[RunRecord, _Answer]:
-        """Return a run, and the answer to a command that `send` sends, in one round trip. Raises RunNotFound."""
-        if not _ID.fullmatch(run_id):
-            raise RunNotFound
-        row, answer = await asyncio.gather(self._redis.hgetall(redis_keys.run(RunId(run_id))), send())
-        return _own_run(row, tenant), answer
+    async def created_run(self, tenant: TenantId, run_id: str) -> RunRecord:
+        """Return a run as it was created: its state, notes and last request are not read. Raises RunNotFound.
+
+        It is read once, because this part never changes and no run is ever deleted.
+        """
+        run = self._created_runs.get(run_id)
+        if run is None:
+            record = await self._redis.hget(redis_keys.run(RunId(run_id)), "record") if _ID.fullmatch(run_id) else None
+            run = _own(created_run(record) if record else None, tenant)
+            if len(self._created_runs) >= _RUNS_KEPT:
+                self._created_runs.clear()
+            self._created_runs[run_id] = run
+        return _own(run, tenant)
 
     async def run_and_pool(self, tenant: TenantId, run_id: str) -> tuple[RunRecord, PoolRecord]:
-        """Return a run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
-        run, rows = await self.run_with(tenant, run_id, lambda: self._redis.hgetall(redis_keys.pools()))
-        if run.pool.encode() not in rows:
+        """Return a created run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
+        run = await self.created_run(tenant, run_id)
+        pool = await self.pool(run.pool)
+        if pool is None:
             raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
-        return run, pool_record(rows[run.pool.encode()])
+        return run, pool
 
     async def pools(self) -> tuple[PoolRecord, ...]:
         """Return the pools of all base models that are or were served, sorted by name."""
@@ -296,8 +305,7 @@ class Records:
             await pipeline.execute()
 
 
-def _own_run(row: dict[bytes, bytes], tenant: TenantId) -> RunRecord:
-    run = run_record(row) if row else None
+def _own(run: RunRecord | None, tenant: TenantId) -> RunRecord:
     if run is None or run.tenant != tenant:
         raise RunNotFound
     return run

@@ -10,6 +10,7 @@ import structlog
 from starlette.requests import Request
 
 from cotrain_server.errors import InvalidToken
+from cotrain_server.http.request_body import field_of
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.errors import AuthenticationFailed, InvalidKey, Reason, Refused
@@ -112,9 +113,9 @@ def is_operator(request: Request, services: Services) -> bool:
 
 def shown_key(request: Request) -> str:
     """Return the key of a request, or "" if it has none."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    scheme, _, token = field_of(request, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
-    return request.headers.get("x-api-key") or bearer
+    return field_of(request, b"x-api-key") or bearer
 
 
 def is_local(request: Request) -> bool:

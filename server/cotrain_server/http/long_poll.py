@@ -32,6 +32,8 @@ from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.traces import current_traceparent, record, tracer
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.monitoring.logs_and_traces import current_traceparent, record, tracer
+from cotrain_store.redis_client.connection import CONNECTION_LOST, RECANCEL_S
 
 Wait = Callable[[], Coroutine[Any, Any, Response]]
 Endpoint = Callable[[Any, Request, Services, Tenant], Coroutine[Any, Any, Response | Wait]]
@@ -109,29 +111,29 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """Await `work` while its client is connected. If the client disconnects, cancel it and return None."""
-    working: asyncio.Task[Any] = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_end_with_client(receive, working))
+    route, is_disconnected = asyncio.current_task(), False
+    assert route
+
+    async def end_with_client() -> None:
+        nonlocal is_disconnected
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_disconnected = True
+        while True:  # one cancellation may not suffice (`stop_tasks`)
+            route.cancel()
+            await asyncio.sleep(RECANCEL_S)
+
+    watching = asyncio.create_task(end_with_client())
     try:
-        return await asyncio.shield(working)
+        return await work
     except asyncio.CancelledError:
-        if _is_cancelled():
+        if not is_disconnected:
             raise
+        while route.uncancel():
+            pass
         return None
     finally:
         watching.cancel()
-        if not working.done():
-            await stop_tasks([working])
-
-
-async def _end_with_client(receive: Receive, working: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    await stop_tasks([working])
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def trace_retrieval(

@@ -11,11 +11,13 @@ import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Iterable
+from functools import lru_cache
 from typing import Protocol
 
 import structlog
 from opentelemetry.context import attach
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+from prometheus_client import Counter, Histogram
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -102,12 +104,18 @@ class RequestMiddleware:
             _end_span(span, scope, route, status)
 
     def _measure(self, scope: Scope, route: str, status: int, duration_s: float) -> None:
-        metrics.HTTP_REQUESTS.labels(route, status).inc()
-        metrics.HTTP_DURATION.labels(route).observe(duration_s)
+        requests, duration = _metrics_of(route, status)
+        requests.inc()
+        duration.observe(duration_s)
         if status >= 400 and (route, status) not in _NOT_LOGGED:
             _log_answer("request_refused", scope, route, status, duration_s)
         elif self._access_log:
             _log_answer("request_answered", scope, route, status, duration_s)
+
+
+@lru_cache(maxsize=1024)
+def _metrics_of(route: str, status: int) -> tuple[Counter, Histogram]:
+    return metrics.HTTP_REQUESTS.labels(route, status), metrics.HTTP_DURATION.labels(route)
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -6,9 +6,9 @@ the tenant.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import isfinite, prod
 
+import numpy as np
 from pydantic import ValidationError
 
 from cotrain.wire.datums import EncodedTextChunk, ImageChunk, ModelInput, cannot_read
@@ -17,7 +17,7 @@ from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.images import SentImage
 from cotrain_server.requests.pass_validation import expert_choices
-from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.bodies.sample_body import SampleBody, TargetTokens
 from cotrain_store.messages.runs import PoolRecord
 
 MAX_SAMPLES = 1_024
@@ -119,7 +119,7 @@ def _stop(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[i
     return (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[return-value]  # one type or the other, never mixed
 
 
-def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
+def _targets(tensor: TensorData | None) -> TargetTokens | None:
     """Return a matrix of token ids. Cells missing from a sparse matrix request nothing, like -1."""
     if tensor is None:
         return None
@@ -130,18 +130,13 @@ def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
         )
     if prod(shape) > MAX_TARGETS:
         raise Invalid(f"target_prompt_logprobs may have at most {MAX_TARGETS} cells.")
-    ids = [int(token) for token in tensor.data]
+    ids = np.array(tensor.data, np.int64)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
-        return _rows(ids, width=shape[1])
-    filled = [SKIPPED] * prod(shape)
-    for row, (start, end) in enumerate(pairwise(tensor.sparse_crow_indices)):
-        for listed in range(start, end):
-            filled[row * shape[1] + tensor.sparse_col_indices[listed]] = ids[listed]
-    return _rows(filled, width=shape[1])
-
-
-def _rows(cells: list[int], width: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(cells[start : start + width]) for start in range(0, len(cells), width))
+        return TargetTokens.of(ids.reshape(shape))
+    filled = np.full(shape, SKIPPED, np.int64)
+    rows = np.repeat(np.arange(shape[0]), np.diff(tensor.sparse_crow_indices))
+    filled[rows, np.array(tensor.sparse_col_indices, np.int64)] = ids
+    return TargetTokens.of(filled)
 
 
 def check_sample(body: SampleBody, pool: PoolRecord) -> None:
@@ -256,18 +251,19 @@ def _check_answer(body: SampleBody, pool: PoolRecord) -> None:
         )
 
 
-def _check_targets(targets: tuple[tuple[int, ...], ...], positions: int, vocab_size: int) -> None:
-    if len(targets) != positions:
+def _check_targets(targets: TargetTokens, positions: int, vocab_size: int) -> None:
+    if targets.rows != positions:
         raise Invalid(
-            f"target_prompt_logprobs has {len(targets)} rows; the prompt has {positions} tokens after its first."
+            f"target_prompt_logprobs has {targets.rows} rows; the prompt has {positions} tokens after its first."
         )
-    for row, ids in enumerate(targets):
-        for column, token in enumerate(ids):
-            if token != SKIPPED and not 0 <= token < vocab_size:
-                raise Invalid(
-                    f"target_prompt_logprobs[{row}, {column}] is {token}, which is outside the "
-                    f"vocabulary (0..{vocab_size - 1}) and not {SKIPPED}."
-                )
+    ids = targets.matrix
+    bad = (ids < 0) & (ids != SKIPPED) | (ids >= vocab_size)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise Invalid(
+            f"target_prompt_logprobs[{row}, {column}] is {ids[row, column]}, which is outside the "
+            f"vocabulary (0..{vocab_size - 1}) and not {SKIPPED}."
+        )
 
 
 def _check_range(name: str, value: int, minimum: int, maximum: int) -> None:

@@ -17,6 +17,7 @@ from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, SweepFuture, UntypedAPIFuture
 from cotrain_server.errors import Unreadable, status_of
+from cotrain_server.http.request_body import field_of
 from cotrain_server.requests.pass_head import split_sweep, too_many_runs
 from cotrain_server.requests.pass_ops import Op, ParsedPass
 from cotrain_server.requests.passes import RunAndSeq, adam_op, op_or_refusal, parse_run_and_seq, start_of_pass
@@ -50,7 +51,7 @@ def idempotency_key(request: Request) -> str:
     """Return the key that identifies repeats of a request without a `seq_id`, or "". SDKs send the
     same key with each attempt.
     """
-    return request.headers.get("x-idempotency-key", "")[:256]
+    return field_of(request, b"x-idempotency-key")[:256]
 
 
 def new_run(

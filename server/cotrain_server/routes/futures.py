@@ -15,6 +15,7 @@ from cotrain.wire.custom_loss import PREFIX, CreateCustomLossResponse
 from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.sampling import CancelFutureRequest, FutureCompletion, RetrieveFuturesRequest, RetrieveFuturesResponse
 from cotrain_server.http.long_poll import Poll, Wait, trace_retrieval, try_again
+from cotrain_server.http.request_body import field_of
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key
 from cotrain_server.parser import JSON_VALUE_WEIGHT
 from cotrain_server.services import Services
@@ -56,7 +57,7 @@ async def retrieve_future(
     if name.startswith(PREFIX):
         made = CreateCustomLossResponse(loss_id=name).model_dump_json()
         return Response(made, media_type="application/json")
-    accept = request.headers.get("accept", "")
+    accept = field_of(request, b"accept")
     return partial(_result, services, tenant, name, hold_s, accept)
 
 

@@ -46,7 +46,7 @@ async def optim_step(request: Request, services: ServicesDep, tenant: TenantDep)
     """Queue one AdamW step on the accumulated gradient."""
     content = await json_body(request)
     step = await services.parser.parse_json(tenant.id, body_weight(request), passes.read_step, content)
-    run = await services.records.run(tenant.id, step.model_id)
+    run = await services.records.created_run(tenant.id, step.model_id)
     return await submit(services, run, step.seq, passes.step_op(step), idempotency_key(request))
 
 

@@ -21,6 +21,7 @@ from cotrain_store.bodies.adapter_bodies import (
     encode_import,
 )
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
+from cotrain_store.bodies.sample_body import TargetTokens
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
@@ -293,7 +294,7 @@ def test_every_field_is_passed_to_the_decoder() -> None:
     body = replace(
         BODY, num_samples=3, max_tokens=None, temperature=0.5, top_k=4, top_p=0.9, seed=11,
         prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=1,
-        prompt_logprobs_last_n=2, target_prompt_logprobs=((1, -1), (2, 3)),
+        prompt_logprobs_last_n=2, target_prompt_logprobs=TargetTokens.of(((1, -1), (2, 3))),
     )  # fmt: skip
     made = sample_request(replace(CLAIMED, weights=WeightsRef("r:1")), body, EOS)
     assert (made.id, made.tenant, made.weights) == (REQUEST, "t", "r:1")
@@ -331,7 +332,7 @@ def test_a_default_seed_depends_only_on_the_request() -> None:
 def test_targets_of_a_prompt_without_scored_tokens_are_a_matrix(
     prompt: tuple[int, ...], targets: tuple[tuple[int, ...], ...]
 ) -> None:
-    body = replace(BODY, prompt=prompt, target_prompt_logprobs=targets)
+    body = replace(BODY, prompt=prompt, target_prompt_logprobs=TargetTokens.of(targets))
     made = sample_request(CLAIMED, body, EOS)
     assert made.target_prompt_logprobs is not None
     assert made.target_prompt_logprobs.shape == (len(prompt) - 1, 0)

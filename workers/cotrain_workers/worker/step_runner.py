@@ -33,8 +33,10 @@ from cotrain_workers.results import StepRun
 
 log = structlog.get_logger()
 
-#: Interval in s of looking for queued ops during a step. Shorter steps have no prefetch.
+#: Time in s after the start of a step at which queued ops are read. Shorter steps have no prefetch.
 LOOK_S = 0.1
+#: Each further look is twice as late, up to this interval: most ops arrive soon after the results of the step before.
+LONGEST_LOOK_S = 0.8
 #: Maximum number of ops per run, and of bytes of all bodies.
 MAX_OPS, MAX_BYTES = 8, 256 * 1024**2
 #: Maximum number of runs passed to the engine: more adapters than fit on a device.
@@ -327,10 +329,12 @@ class Prefetcher:
     def _look(self, step: Step, is_over: threading.Event) -> None:
         # a new thread has an empty context
         structlog.contextvars.bind_contextvars(cycle=step.cycle)
+        wait_s = LOOK_S
         try:
-            while not is_over.wait(LOOK_S):
+            while not is_over.wait(wait_s):
                 self._ready = self._execution.logs.ready_runs(MAX_RUNS)
                 self._decode(step, is_over)
+                wait_s = min(2 * wait_s, LONGEST_LOOK_S)
         except CONNECTION_LOST as lost:
             log.info("prefetch_stopped", reason=str(lost))
         except Exception:  # prefetching is best effort
@@ -342,6 +346,8 @@ class Prefetcher:
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
         taken = sum({_body_key(op): op.size for op in self._decoded}.values())
         known = {op.ref: each for op, each in self._decoded.items() if op.ref != "inline"}
+        small = [op for op in queued if op.ref == "inline" and op not in self._decoded]
+        small_bodies = dict(zip(small, self._execution.bodies(small), strict=True))
         for op in queued:
             shared = known.get(op.ref)  # runs of a sweep share bodies
             size = 0 if shared else op.size
@@ -349,7 +355,9 @@ class Prefetcher:
                 continue
             if is_over.is_set():
                 return
-            body = shared[0] if shared else self._execution.bodies([op])[0]
+            body = shared[0] if shared else small_bodies.get(op)
+            if op.ref != "inline" and not shared:
+                body = self._execution.bodies([op])[0]
             if body is None:
                 continue
             decoded = {op.ref: shared[1]} if shared else {}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.bodies.sample_body import SampleBody, decode_sample, encode_sample
+from cotrain_store.bodies.sample_body import SampleBody, TargetTokens, decode_sample, encode_sample
 from cotrain_store.errors import MalformedBody
 
 tokens = st.integers(0, 2**31 - 1)
@@ -29,7 +29,7 @@ bodies = st.builds(
     topk_prompt_logprobs=st.integers(0, 20),
     topk_sample_logprobs=st.integers(0, 20),
     prompt_logprobs_last_n=st.none() | st.integers(0, 100),
-    target_prompt_logprobs=st.none() | targets,
+    target_prompt_logprobs=st.none() | targets.map(TargetTokens.of),
     stream=st.booleans(),
     return_routed_experts=st.booleans(),
 )
