@@ -93,7 +93,7 @@ $(VENV)/.chart-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group chart
 	@touch $@
 
-# Triton 3.6 interprets no kernel with numpy 2.5, so an older numpy comes first there. The repository's settings name
+# Triton 3.6 interprets no kernel with numpy 2.4 or later, so an older numpy comes first there. The repository's settings name
 # plugins that such a machine lacks.
 test-kernels: $(if $(IS_GPU),$(GPU_VENV)/.installed,$(VENV)/.kernels-installed) ## Run the engine's GPU kernels in Triton's interpreter, on the CPU (690 MB more; VERSIONS=gpu: 5 GB)
 	TRITON_INTERPRET=1 $(if $(IS_GPU),PYTHONPATH=$(GPU_VENV)/interpreter:.:workers:scheduler $(GPU_VENV)/bin/python -W ignore -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider,$(BIN)/python -m pytest) -n 2 $(ARGS) tests/unit/workers/engine/lora/fused tests/unit/workers/engine/decoding/test_page_kernel.py
@@ -111,7 +111,7 @@ rehearse-gpu: $(if $(IS_GPU),$(GPU_VENV)/.installed,$(INSTALLED)) ## Run every s
 $(GPU_VENV)/.installed: pins/gpu-machine.txt
 	$(PYTHON_3_12) -m venv --clear $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile --requirement pins/gpu-machine.txt
-	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile --target $(GPU_VENV)/interpreter "numpy<2.5"
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile --target $(GPU_VENV)/interpreter "numpy<2.4"
 	@touch $@
 
 test-faults: $(INSTALLED) ## Kill a real server's processes at every failpoint, and at random
