@@ -26,7 +26,7 @@ import torch
 from bench.support import roofline
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, a_pass, begin, on_fake_device, run_on_fake_cuda
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.record import Args, Options, Report, show
+from bench.support.record import Args, Choice, Options, Report, show
 from bench.support.roofline import adapter_parameters, ceiling
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.kv_cache import KvCache
@@ -46,6 +46,7 @@ LAYERS = (2, 3)  # with a single layer, memory would peak in the head
 
 OPTIONS: Options = {
     "sizes": ["8b"], "tenants": 4, "length": 2048, "rank": 16, "lora": ["fused", "seg"],
+    "quantization": (Choice(("none", "int8", "fp8", "nf4")), "of the base model's weights"),
     "rows": 128, "adapters": 64, "context": 1024,
     "json": (False, "print JSON, which has launches, KB and us per token of each op in training"),
 }  # fmt: skip
@@ -84,6 +85,7 @@ def run(settings: Args, _: Report) -> int:
 
 
 def count(settings: Args) -> None:
+    settings.quantization = settings.quantization or "none"
     rows = [row for size in settings.sizes for row in report(size, settings)]
     if settings.json:
         print(json.dumps(rows))

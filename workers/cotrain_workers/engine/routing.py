@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.quantized import FrozenWeight
 from cotrain_workers.engine.spec import Layout, Pair
 
 # A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32). Below that, other
@@ -280,7 +281,7 @@ class LinearWeights(Protocol):
     """Frozen linear module of the base model. Its tensors may change from one micro-batch to the next."""
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> FrozenWeight:
         """The weight, `[out, in]`."""
 
     @property

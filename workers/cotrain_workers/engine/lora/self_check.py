@@ -10,6 +10,7 @@ from torch.nn import functional
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import plan_groups
+from cotrain_workers.engine.lora.quantized import FrozenWeight
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.routing import LinearWeights, Segment, TrainingLora
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
@@ -54,7 +55,7 @@ class RandomAdapter:
 class RandomLinear:
     """Random module of the base model."""
 
-    weight: torch.Tensor
+    weight: FrozenWeight
     bias: torch.Tensor | None = None
 
 
