@@ -24,7 +24,7 @@ from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import SyncConnection, check_store, open_sync_connection
 from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
-from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, use_cores
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, DeviceUnfit, use_cores
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel, listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
@@ -159,10 +159,12 @@ def _work(work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSetting
         refuse("worker_id_in_use", str(taken))
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
+    except DeviceUnfit as unfit:
+        refuse("device_refused", str(unfit))
     except UnusableModel as unusable:
         refuse("base_model_refused", str(unusable))
-    except (BackendUnfit, TooLittleMemory) as unfit:
-        refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
+    except (BackendUnfit, TooLittleMemory) as reason:
+        refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {reason}")
     except StoreUnavailable as unavailable:
         log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
         sys.exit(1)
