@@ -8,8 +8,10 @@ many tokens.
 The engine itself runs on a CUDA device with shapes but without values (`tests/support/fake_cuda.py`, which
 needs a C++ compiler). Two layer counts are compared, so the cost of any number of layers follows by scaling. The
 tokens/s next to the counts are estimates at the rates of an H200 and an H100. Each launch takes as long as its FLOP or
-its bytes, whichever is longer, and at least 2 us. `of_ceiling` is the share of the speed of a pass that
-only computes at the rate of one large product, or of a step that only reads weights, keys and values once.
+its bytes, whichever is longer, and at least 2 us.
+
+`of_ceiling` is the share of the most possible. A pass then only computes, at the rate of one large product. A decode
+step only reads weights, keys and values once.
 """
 
 from __future__ import annotations
@@ -102,7 +104,6 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
         own = Args(**{**vars(settings), "backend": name})
         (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
         layer, outside = split(cost_of(one.log), cost_of(two.log))
-        limits = {"length": settings.length, "rank": settings.rank, "adapters": settings.tenants, "tokens": tokens}
         yield {
             "what": "train", "size": size, "lora": name, "tenants": settings.tenants, "length": settings.length,
             "launches_per_layer": layer.launches, "kb_per_token_and_layer": layer.bytes / tokens / 1e3,
@@ -112,7 +113,7 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
             "launches_of_steps": cost_of(step).launches, "host_reads": reads_of(shape, one, two),
             **estimates(
                 shape, tokens, partial(seconds_of_pass, one.log, two.log, shape.layers),
-                lambda rates: ceiling(shape, rates=roofline.Rates(PEAK_FLOPS, rates.copy_bytes), **limits),
+                partial(most_of_pass, shape, settings),
             ),
             **{
                 f"ops{where}": {
@@ -155,6 +156,13 @@ def seconds_of_pass(one: LaunchLog, two: LaunchLog, layers: int, rates: Rates) -
     """Return the time of a pass of the whole model, given those of the two layer counts."""
     layer, outside = split(*(cost_of(each, rates) for each in (one, two)))
     return outside.with_layers(layer, layers).seconds
+
+
+def most_of_pass(shape: Shape, settings: Args, rates: Rates) -> float:
+    """Return the tokens/s of a pass that only computes at the rate of one large product."""
+    tenants, length = settings.tenants, settings.length
+    of_copy = roofline.Rates(PEAK_FLOPS, rates.copy_bytes)
+    return ceiling(shape, length, settings.rank, of_copy, adapters=tenants, tokens=tenants * length)
 
 
 def seconds_of_step(shape: Shape, one: LaunchLog, two: LaunchLog, rates: Rates) -> float:

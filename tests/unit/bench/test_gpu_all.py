@@ -82,7 +82,9 @@ def test_an_unknown_call_starts_nothing(tmp_path: Path, name: str) -> None:
 def test_a_lease_of_15_minutes_has_time_for_the_named_calls() -> None:
     """Each call takes 10 minutes at most, and both together leave two minutes for starts and transfers."""
     script = (ROOT / "bench/gpu_all.sh").read_text()
-    seconds = [sum(limits(script, part) for part in each.split(",")) for each in re.findall(r"[a-z_,]+ \(\d+ s at", script)]
+    seconds = [
+        sum(limits(script, part) for part in each.split(",")) for each in re.findall(r"[a-z_,]+ \(\d+ s at", script)
+    ]
     stated = [int(each) for each in re.findall(r"\((\d+) s at most\)", script)]
 
     assert seconds == stated

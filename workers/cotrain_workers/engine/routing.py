@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.quantized import FrozenWeight
 from cotrain_workers.engine.spec import Layout, Pair
 
 # A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32). Below that, other
@@ -281,8 +280,8 @@ class LinearWeights(Protocol):
     """Frozen linear module of the base model. Its tensors may change from one micro-batch to the next."""
 
     @property
-    def weight(self) -> FrozenWeight:
-        """The weight, `[out, in]`."""
+    def weight(self) -> Any:
+        """The weight, `[out, in]`: a tensor, or a `QuantizedWeight`."""
 
     @property
     def bias(self) -> torch.Tensor | None:

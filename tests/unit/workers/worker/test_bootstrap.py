@@ -99,5 +99,5 @@ def test_a_gpu_needs_a_torch_with_its_kernels(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setattr("torch.cuda.get_arch_list", lambda: builds)
 
-    with nullcontext() if fits else pytest.raises(DeviceUnfit, match="no kernels for this kind of GPU.*only for"):
+    with nullcontext() if fits else pytest.raises(DeviceUnfit, match="no kernels for this kind of GPU"):
         check_cuda()
