@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -10,7 +11,6 @@ from torch.nn import functional
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import plan_groups
-from cotrain_workers.engine.lora.quantized import FrozenWeight
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.routing import LinearWeights, Segment, TrainingLora
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
@@ -55,7 +55,7 @@ class RandomAdapter:
 class RandomLinear:
     """Random module of the base model."""
 
-    weight: FrozenWeight
+    weight: Any  # a tensor, or in tests a QuantizedWeight
     bias: torch.Tensor | None = None
 
 
