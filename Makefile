@@ -10,6 +10,12 @@ INSTALLED := $(VENV)/.installed
 # The driver of a browser is installed only next to a browser.
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser)
 
+# VERSIONS=gpu selects the versions of a rented GPU machine, in an environment of their own (5 GB). PYTHON_3_12 is its
+# interpreter.
+PYTHON_3_12 ?= python3.12
+GPU_VENV := .venv-gpu
+IS_GPU := $(filter gpu,$(VERSIONS))
+
 # Compose v2 if it is installed, else docker-compose 1.29. `make up GPU=1` adds the GPU.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
@@ -87,8 +93,12 @@ $(VENV)/.chart-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group chart
 	@touch $@
 
-test-kernels: $(VENV)/.kernels-installed ## Run the engine's GPU kernels in Triton's interpreter, on the CPU (690 MB more)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(ARGS) tests/unit/workers/engine/lora/fused tests/unit/workers/engine/decoding/test_page_kernel.py tests/unit/workers/engine/decoding/test_lora_kernel.py
+# Triton 3.6 interprets no kernel with numpy 2.4 or later, so an older numpy comes first there. The repository's settings name
+# plugins that such a machine lacks.
+test-kernels: $(if $(IS_GPU),$(GPU_VENV)/.installed,$(VENV)/.kernels-installed) ## Run the engine's GPU kernels in Triton's interpreter, on the CPU (690 MB more; VERSIONS=gpu: 5 GB)
+	TRITON_INTERPRET=1 $(if $(IS_GPU),PYTHONPATH=$(GPU_VENV)/interpreter:.:workers:scheduler $(GPU_VENV)/bin/python -W ignore -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider,$(BIN)/python -m pytest) -n 2 $(ARGS) \
+	  tests/unit/workers/engine/lora/fused tests/unit/workers/engine/decoding/test_page_kernel.py \
+	  tests/unit/workers/engine/decoding/test_lora_kernel.py
 
 $(VENV)/.kernels-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group kernels
@@ -97,8 +107,14 @@ $(VENV)/.kernels-installed: $(INSTALLED)
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-rehearse-gpu: $(INSTALLED) ## Run every script for a GPU on this CPU, with a tiny model
-	PYTHON=$(BIN)/python bench/gpu_all.sh rehearse $(or $(OUT),/tmp/cotrain-rehearsal)
+rehearse-gpu: $(if $(IS_GPU),$(GPU_VENV)/.installed,$(INSTALLED)) ## Run every script for a GPU on this CPU, with a tiny model (VERSIONS=gpu: with a GPU machine's versions)
+	PYTHON=$(if $(IS_GPU),$(GPU_VENV),$(VENV))/bin/python bench/gpu_all.sh rehearse $(or $(OUT),/tmp/cotrain-rehearsal)
+
+$(GPU_VENV)/.installed: pins/gpu-machine.txt
+	$(PYTHON_3_12) -m venv --clear $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile --requirement pins/gpu-machine.txt
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile --target $(GPU_VENV)/interpreter "numpy<2.4"
+	@touch $@
 
 test-faults: $(INSTALLED) ## Kill a real server's processes at every failpoint, and at random
 	$(BIN)/python -m pytest -m "not mutants and not soak" $(ARGS) tests/faults
@@ -161,4 +177,4 @@ clean: ## Remove files left by builds, tests and the demo
 	find client scheduler server workers tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv as well
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(GPU_VENV)

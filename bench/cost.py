@@ -7,23 +7,29 @@ many tokens.
 
 The engine itself runs on a CUDA device with shapes but without values (`tests/support/fake_cuda.py`, which
 needs a C++ compiler). Two layer counts are compared, so the cost of any number of layers follows by scaling. The
-tokens/s next to the counts are an estimate at the rates of an H200. Each launch takes as long as its FLOP or
+tokens/s next to the counts are estimates at the rates of an H200 and an H100. Each launch takes as long as its FLOP or
 its bytes, whichever is longer, and at least 2 us.
+
+`of_ceiling` is the share of the most possible. A pass then only computes, at the rate of one large product. A decode
+step only reads weights, keys and values once.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from bench.support import roofline
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, a_pass, begin, on_fake_device, run_on_fake_cuda
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.record import Args, Options, Report, show
+from bench.support.record import Args, Choice, Options, Report, show
+from bench.support.roofline import adapter_parameters, ceiling
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.lora_kernel import FAMILIES, KernelLora, LoraTables, siblings_of
@@ -34,16 +40,33 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep
 from tests.support.fake_cuda import Launch, LaunchLog, counts
 
-#: Rates of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the duration of the smallest kernel.
-GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
-FLASH_3_FLOPS = 520e12  # if its wheel is installed
+#: Rates in bf16 of products by cuBLAS and of FlashAttention 2, and the duration of the smallest kernel.
+GEMM_FLOPS, FLASH_FLOPS, LEAST_S = 680e12, 290e12, 2e-6
+#: Rate of one large product, measured on an H200: the ceiling.
+PEAK_FLOPS = 763e12
 PAGE = 256
 LAYERS = (2, 3)  # with a single layer, memory would peak in the head
 
 OPTIONS: Options = {
     "sizes": ["8b"], "tenants": 4, "length": 2048, "rank": 16, "lora": ["fused", "seg"],
+    "quantization": (Choice(("none", "int8", "fp8", "nf4")), "of the base model's weights"),
     "rows": 128, "adapters": 64, "context": 1024,
     "json": (False, "print JSON, which has launches, KB and us per token of each op in training"),
+}  # fmt: skip
+
+
+class Rates(NamedTuple):
+    """Rates of a GPU that an estimate assumes."""
+
+    copy_bytes: float = 4.0e12  # of an H200
+    own_flops: float = GEMM_FLOPS  # of this engine's products
+    flash_flops: float = FLASH_FLOPS
+
+
+#: Copies of an H100 are slower. Kernels of this engine may not reach the rate of cuBLAS. FlashAttention 3 needs a wheel.
+RATES = {
+    "h200": Rates(), "h200_own_480": Rates(own_flops=480e12), "h200_flash_3": Rates(flash_flops=520e12),
+    "h100": Rates(3.0e12), "h100_own_480": Rates(3.0e12, own_flops=480e12),
 }  # fmt: skip
 
 
@@ -53,7 +76,6 @@ class Cost(NamedTuple):
     launches: float
     bytes: float
     seconds: float
-    seconds_flash_3: float  # with FlashAttention 3
     kept_bytes: float = 0.0  # increase at the peak
 
     def with_layers(self, layer: Cost, layers: int) -> Cost:
@@ -66,6 +88,7 @@ def run(settings: Args, _: Report) -> int:
 
 
 def count(settings: Args) -> None:
+    settings.quantization = settings.quantization or "none"
     rows = [row for size in settings.sizes for row in report(size, settings)]
     if settings.json:
         print(json.dumps(rows))
@@ -82,14 +105,17 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
         own = Args(**{**vars(settings), "backend": name})
         (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
         layer, outside = split(cost_of(one.log), cost_of(two.log))
-        whole = outside.with_layers(layer, shape.layers)
         yield {
             "what": "train", "size": size, "lora": name, "tenants": settings.tenants, "length": settings.length,
             "launches_per_layer": layer.launches, "kb_per_token_and_layer": layer.bytes / tokens / 1e3,
             "kept_kb_per_token_and_layer": layer.kept_bytes / tokens / 1e3,
+            "peak_gb": outside.with_layers(layer, shape.layers).kept_bytes / 1e9,
             "launches_outside": outside.launches, "kb_per_token_outside": outside.bytes / tokens / 1e3,
             "launches_of_steps": cost_of(step).launches, "host_reads": reads_of(shape, one, two),
-            "estimated_tokens_per_s": tokens / whole.seconds, "estimated_with_flash_3": tokens / whole.seconds_flash_3,
+            **estimates(
+                shape, tokens, partial(seconds_of_pass, one.log, two.log, shape.layers),
+                partial(most_of_pass, shape, settings),
+            ),
             **{
                 f"ops{where}": {
                     op: (each.launches, each.bytes / tokens / 1e3, each.seconds / tokens * 1e6)
@@ -100,7 +126,6 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
             },
         }  # fmt: skip
     own = Args(**{**vars(settings), "backend": "fused"})
-    head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
     one, two = (decode(shape, layers, own) for layers in LAYERS)
     layer, _ = split(cost_of(one.log), cost_of(two.log))
     ops = counts(two.log.launches)
@@ -110,9 +135,49 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
         "launches_per_layer": layer.launches, "mb_per_layer": layer.bytes / 1e6,
         "host_reads": reads_of(shape, one, two),
         # Without the choice of tokens, and without the host's work between two steps and between launches.
-        "estimated_tokens_per_s": settings.rows / (shape.layers * layer.seconds + head_s),
+        **estimates(
+            shape, settings.rows, partial(seconds_of_step, shape, one.log, two.log),
+            lambda rates: settings.rows * rates.copy_bytes / bytes_of_step(shape, settings),
+        ),
         "ops": {op: count for op, count in ops.most_common() if count},
     }  # fmt: skip
+
+
+def estimates(
+    shape: Shape, count: int, seconds_of: Callable[[Rates], float], most: Callable[[Rates], float]
+) -> dict[str, dict[str, float]]:
+    """Return tokens/s at each of the rates, given the time of `count` tokens, and their shares of the most possible."""
+    found = {"tokens_per_s": {name: count / seconds_of(rates) for name, rates in RATES.items()}}
+    if not isinstance(shape, Mixture):  # of which the formulas do not count the experts
+        found["of_ceiling"] = {name: found["tokens_per_s"][name] / most(rates) for name, rates in RATES.items()}
+    return found
+
+
+def seconds_of_pass(one: LaunchLog, two: LaunchLog, layers: int, rates: Rates) -> float:
+    """Return the time of a pass of the whole model, given those of the two layer counts."""
+    layer, outside = split(*(cost_of(each, rates) for each in (one, two)))
+    return outside.with_layers(layer, layers).seconds
+
+
+def most_of_pass(shape: Shape, settings: Args, rates: Rates) -> float:
+    """Return the tokens/s of a pass that only computes at the rate of one large product."""
+    tenants, length = settings.tenants, settings.length
+    of_copy = roofline.Rates(PEAK_FLOPS, rates.copy_bytes)
+    return ceiling(shape, length, settings.rank, of_copy, adapters=tenants, tokens=tenants * length)
+
+
+def seconds_of_step(shape: Shape, one: LaunchLog, two: LaunchLog, rates: Rates) -> float:
+    """Return the time of a decode step of all layers and of reading the unembedding."""
+    layer, _ = split(*(cost_of(each, rates) for each in (one, two)))
+    return shape.layers * layer.seconds + shape.hidden * shape.vocab * BF16.itemsize / rates.copy_bytes
+
+
+def bytes_of_step(shape: Shape, settings: Args) -> float:
+    """Return the bytes of weights, adapters, keys and values that a decode step must read."""
+    weights = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears) + shape.hidden * shape.vocab
+    adapters = settings.adapters * adapter_parameters(shape, settings.rank)
+    kept = settings.rows * settings.context * 2 * shape.layers * shape.kv_heads * shape.head
+    return float(BF16.itemsize * (weights + adapters + kept))
 
 
 def reads_of(shape: Shape, one: FakeEngine, two: FakeEngine) -> int:
@@ -141,19 +206,20 @@ def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Co
     return layer, outside
 
 
-def cost_of(log: LaunchLog) -> Cost:
-    return cost_of_launches(log.launches)._replace(kept_bytes=log.peak)
+def cost_of(log: LaunchLog, rates: Rates = RATES["h200"]) -> Cost:
+    return cost_of_launches(log.launches, rates)._replace(kept_bytes=log.peak)
 
 
-def cost_of_launches(launches: Sequence[Launch]) -> Cost:
-    times = [[seconds(each, flash) for each in launches] for flash in (FLASH_FLOPS, FLASH_3_FLOPS)]
-    return Cost(sum(counts(launches).values()), sum(each.bytes for each in launches), sum(times[0]), sum(times[1]))
+def cost_of_launches(launches: Sequence[Launch], rates: Rates = RATES["h200"]) -> Cost:
+    times = sum(seconds(each, rates) for each in launches)
+    return Cost(sum(counts(launches).values()), sum(each.bytes for each in launches), times)
 
 
-def seconds(launch: Launch, flash: float) -> float:
-    """Return the estimated duration of a launch on an H200."""
-    compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / flash
-    return max(compute, launch.bytes / COPY_BYTES, LEAST_S)
+def seconds(launch: Launch, rates: Rates) -> float:
+    """Return the estimated duration of a launch."""
+    is_own = launch.name.startswith(("lora_", "expert_"))
+    compute = flops(launch) / (rates.own_flops if is_own else GEMM_FLOPS) + flash_flops(launch) / rates.flash_flops
+    return max(compute, launch.bytes / rates.copy_bytes, LEAST_S)
 
 
 def flops(launch: Launch) -> float:

@@ -1,22 +1,24 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts that fit into one short lease each, in this order:
 #
-#     bench/gpu_all.sh smoke|kernels|training|decoding|checks|peft|memory|refresh|sanitizer [OUT]
-#     bench/gpu_all.sh all [OUT]        all parts, 20 minutes
-#     bench/gpu_all.sh rehearse OUT     every benchmark on a CPU, with a tiny model
+#     bench/gpu_all.sh PART[,PART...] [OUT]    smoke kernels training decoding trainer_sampler checks
+#                                              peft memory refresh sanitizer
+#     bench/gpu_all.sh all [OUT]               all parts, 22 minutes at most
+#     bench/gpu_all.sh rehearse OUT            every benchmark on a CPU, with a tiny model
+#
+# A lease of 15 minutes has time for two calls: smoke,kernels,training,decoding,trainer_sampler (510 s at most), which
+# come first because they decide most, then checks (240 s at most).
 #
 # Run from the root of the repository; PYTHON picks the interpreter, which needs torch, transformers, peft,
-# safetensors and numpy, and pytest (with xdist, if it is there) for the tests. Nothing of ours has to be installed.
-# OUT (bench/results/gpu) gets summary.txt, the JSON files and logs.tgz, also if a part ran out of time. MODELS is the
-# folder of the random models, in memory by default: 16 GB are written once.
+# safetensors, pillow and numpy, and pytest (with xdist, if it is there) for the tests. Nothing of ours has to be
+# installed. OUT (bench/results/gpu) gets summary.txt, the JSON files and logs.tgz, also if a part ran out of time.
+# MODELS is the folder of the random models, in memory by default: 16 GB are written once.
 set -u
-call=${1:?a part, all or rehearse}
+calls=$(echo "${1:?parts, all or rehearse}" | tr , ' ')
 out=${2:-bench/results/gpu}
 python=${PYTHON:-python3}
 models=${MODELS:-/dev/shm/cotrain-models}
 logs=$out/logs
-mkdir -p "$logs"
-: >"$out/summary.txt"
 export PYTHONUNBUFFERED=1 PYTHONPATH=.:workers:scheduler TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/cotrain-triton}"
 failed=
 
@@ -64,6 +66,10 @@ decoding() {
     part 90 decoding "$python" -m bench decode --device cuda --sizes '' --ceiling-adapters 16 --models "$models" --out "$out"
 }
 
+trainer_sampler() {
+    part 90 trainer_sampler "$python" -m bench trainer_sampler --device cuda --models "$models" --out "$out"
+}
+
 checks() {
     gpu_tests 170 gpu_tests tests/gpu
     part 70 engine_check "$python" -m bench engine_check --device cuda --families qwen3 --out "$out"
@@ -94,29 +100,34 @@ print(kernel_check.disagreement(torch.device("cuda"), torch.bfloat16))'
     done
 }
 
+# Speed is no subject here, and one thread a process ends in time also on a busy machine.
 rehearse() {
-    gpu_tests 300 gpu_tests --collect-only tests/gpu
-    part 300 engine_tiny "$python" -m bench engine --device cpu --preset smoke --out "$out"
-    part 300 decode_tiny "$python" -m bench decode --device cpu --sizes tiny --batches 2 --rounds 1 \
+    gpu_tests 300 gpu_tests --collect-only -q tests/gpu
+    part 300 engine_tiny "$python" -m bench engine --device cpu --threads 1 --preset smoke --out "$out"
+    part 300 decode_tiny "$python" -m bench decode --device cpu --threads 1 --sizes tiny --batches 2 --rounds 1 \
         --ceiling-size tiny --ceiling-batch 8 --ceiling-adapters 4 --out "$out"
-    part 120 refresh_tiny "$python" -m bench sampler_refresh --device cpu --size tiny --tenants 3 --rounds 1 --out "$out"
-    part 300 engine_check "$python" -m bench engine_check --device cpu --families qwen3 --out "$out"
+    part 300 trainer_sampler_tiny "$python" -m bench trainer_sampler --device cpu --threads 1 --sequences 2 --prompt 40 --tokens 16 \
+        --out "$out"
+    part 300 refresh_tiny "$python" -m bench sampler_refresh --device cpu --threads 1 --size tiny --tenants 3 --rounds 1 --out "$out"
+    part 900 engine_check "$python" -m bench engine_check --device cpu --threads 1 --families qwen3 --out "$out"
 }
 
-case $call in
-smoke | kernels | training | decoding | checks | peft | memory | refresh | sanitizer | rehearse)
-    $call
-    ;;
-all)
-    for each in smoke kernels training decoding checks peft memory refresh sanitizer; do
-        $each
-    done
-    ;;
-*)
-    echo "$call is no part; see the head of $0" >&2
-    exit 2
-    ;;
-esac
+parts="smoke kernels training decoding trainer_sampler checks peft memory refresh sanitizer"
+[ "$calls" != all ] || calls=$parts
+for each in $calls; do
+    case " $parts rehearse " in
+    *" $each "*) ;;
+    *)
+        echo "$each is no part; see the head of $0" >&2
+        exit 2
+        ;;
+    esac
+done
+mkdir -p "$logs"
+: >"$out/summary.txt"
+for each in $calls; do
+    $each
+done
 tar czf "$out/logs.tgz" -C "$out" logs && rm -r "$logs"
 for name in $failed; do
     echo "FAILED $name (see logs.tgz)" | tee -a "$out/summary.txt"

@@ -54,7 +54,7 @@ class FakeEngine:
         return Engine.load(
             "fake", device="cuda:0", dtype=BF16, micro_batch_tokens=max(settings.tenants * settings.length, 256),
             recompute="always" if self._recomputes else "never", lora_backend=settings.backend,
-            adapter_bytes=60_000_000_000,
+            adapter_bytes=60_000_000_000, quantization=getattr(settings, "quantization", "none"),
         )  # fmt: skip
 
     def played(self) -> dict[Any, dict[str, Any]]:

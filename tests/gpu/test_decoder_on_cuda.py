@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,19 @@ import torch
 from cotrain_workers.engine.decoding import lora_kernel, model_runner, page_kernel
 from cotrain_workers.engine.decoding.lora_kernel import Siblings
 from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding import model_runner, page_kernel
 from cotrain_workers.engine.engine import Engine
-from tests.support.decoding import finish, gap_to_trainer, graph_report, is_same_alone, output, request, trained_weights
+from cotrain_workers.engine.ops import Failure, HostWeights
+from tests.support.decoding import (
+    Result,
+    assert_nothing_is_held,
+    gap_to_trainer,
+    graph_report,
+    is_same_alone,
+    output,
+    request,
+    trained_weights,
+)
 from tests.support.page_problem import LENGTHS, Case, Rule, assert_dense, attend, problem, sequence
 from tests.support.row_problem import GROUPS, added, expected, gap, operands, slots
 from tests.support.tiny_models import FAMILIES, build_tiny
@@ -78,18 +91,62 @@ def same_prefix(ours: np.ndarray, theirs: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else len(ours)
 
 
-def test_many_requests_finish_in_little_memory(tmp_path: Path) -> None:
+def test_many_requests_finish_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(str(build_tiny("qwen3", tmp_path)), device="cuda")
     weights = trained_weights(engine)
-    keys = [None, *weights]
-    decoder = engine.decoder(weights.__getitem__, kv_tokens=256 * 16, text=None)
 
-    found = finish(
-        decoder, [request(f"r{at}", np.arange(at % 90 + 1), keys[at % 8], max_tokens=60, seed=at) for at in range(100)]
-    )
+    failed = failed_in_little_memory(engine, weights)
 
-    assert len(found) == 100
-    assert [each for each in found.values() if not isinstance(each, SampleOutput)] == []
+    if failed:  # this failed once on an H200, without a reason: the way that succeeds names the part at fault
+        ways = {
+            "as configured": failed,
+            "again": failed_in_little_memory(engine, weights),
+            "each step after the last": failed_in_little_memory(engine, weights, overlaps=False),
+            "without graphs": failed_in_little_memory(engine, weights, has_graphs=False),
+            "without adapters": failed_in_little_memory(engine, {}),
+            "in much memory": failed_in_little_memory(engine, weights, kv_tokens=256 * 256),
+        }
+        monkeypatch.setattr(model_runner, "groups_take", lambda *args: False)
+        ways["with LoRA by row"] = failed_in_little_memory(engine, weights)
+        monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: False)
+        ways["with plain attention"] = failed_in_little_memory(engine, weights)
+        pytest.fail("\n".join(f"{way}: {found or 'succeeds'}" for way, found in ways.items()))
+
+
+def failed_in_little_memory(
+    engine: Engine,
+    weights: Mapping[str, HostWeights],
+    *,
+    kv_tokens: int = 256 * 16,
+    overlaps: bool = True,
+    has_graphs: bool = True,
+) -> str:
+    """Sample 100 requests over few pages; return the failed ones with their reasons, or an empty string."""
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=kv_tokens, text=None)
+    decoder.overlaps = overlaps
+    if not has_graphs:
+        decoder.runner.graphs = None
+    keys, generated = [None, *weights], Counter[str]()
+    asked = [
+        request(f"r{at}", np.arange(at % 90 + 1), keys[at % len(keys)], max_tokens=60, seed=at) for at in range(100)
+    ]
+    for each in asked:
+        assert decoder.refuse(each) is None
+        decoder.add(each)
+    found: dict[str, Result] = {}
+    while decoder.busy:
+        progress = decoder.step()
+        found.update(progress.finished)
+        generated.update(token.request for token in progress.tokens)
+    assert_nothing_is_held(decoder)
+    assert len(found) == len(asked)
+    failed = [
+        f"{each.id} of {each.weights} after {len(each.prompt)} + {generated[each.id]} tokens: {result.message}"
+        for each in asked
+        if isinstance(result := found[each.id], Failure)
+    ]
+    state = f"graphs: {graph_report(decoder)}; {decoder.preemptions} preempted"
+    return f"{len(failed)} failed ({state}), first {'; '.join(failed[:3])}" if failed else ""
 
 
 def case(length: int, queries: int = 1, width: int = 128, dtype: torch.dtype = torch.bfloat16) -> Case:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import torch
 import transformers
 import typer
 from typer.testing import CliRunner
@@ -369,6 +370,14 @@ def test_a_misspelt_name_without_a_network_ends_the_server(tmp_path: Path) -> No
         "Base model somebody/misspelt cannot be served: there is no such folder, the cache of this "
         "host has no model of that name"
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_a_gpu_that_cannot_be_used_ends_the_server(tmp_path: Path, tiny_model: Path) -> None:
+    ended = serve(f"--base-model=tiny={tiny_model}", f"--data-dir={tmp_path}", "--port=0", "--device=cuda")
+    assert ended.returncode == os.EX_USAGE, ended.stderr
+    assert ended.stderr.startswith("No GPU can be used: ")
+    assert "Traceback" not in ended.stdout + ended.stderr
 
 
 def test_a_worker_alone_ends_with_the_sentence_in_its_log(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.fused.tables import plan_groups
+from cotrain_workers.engine.lora.quantized import FrozenWeight
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import RandomLinear, plus_mlp
 from cotrain_workers.engine.routing import Segment, TrainingLora
@@ -99,14 +100,16 @@ def work(
     gate: int | None = None,
     grads: Mapping[int, torch.Tensor] | None = None,
     frozen: Container[int] = (),
+    stored: Callable[[torch.Tensor], FrozenWeight] = lambda weight: weight,
 ) -> list[Outcome]:
     """Return the results of each tenant after a forward and a backward through every module, or an
     MLP with a `gate`.
 
     `grads` are arenas by tenant to which gradients are added; the others start at zero. `frozen`
-    tenants train nothing.
+    tenants train nothing. `stored` returns a weight as the base model holds it.
     """
-    modules = linears(dtype, biased=biased)
+    plain = linears(dtype, biased=biased)
+    modules = {name: replace(each, weight=stored(each.weight)) for name, each in plain.items()}
     arenas = [(grads or {}).get(at, torch.zeros_like(own.weights)) for at, own in enumerate(tenants)]
     # One mapping for one arena: it tells a backend which gradients belong together.
     views = {id(arena): own.layout.views(arena) for own, arena in zip(tenants, arenas, strict=True)}

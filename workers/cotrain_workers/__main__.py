@@ -26,6 +26,7 @@ from cotrain_store.redis_client.connection import SyncConnection, check_store, o
 from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.host import use_cores
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, DeviceUnfit, use_cores
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel, listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
@@ -161,10 +162,12 @@ def _exit_with(work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSe
         refuse("worker_id_in_use", str(taken))
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
+    except DeviceUnfit as unfit:
+        refuse("device_refused", str(unfit))
     except UnusableModel as unusable:
         refuse("base_model_refused", str(unusable))
-    except (BackendUnfit, TooLittleMemory) as unfit:
-        refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
+    except (BackendUnfit, TooLittleMemory) as reason:
+        refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {reason}")
     except StoreUnavailable as unavailable:
         log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
         sys.exit(1)

@@ -20,7 +20,7 @@ for name in [*sys.modules]:
 sys.modules.update(dict.fromkeys(absent))
 sys.path[:] = [path for path in sys.path if "site-packages" in path or not path.startswith({str(ROOT)!r})]
 sys.path.insert(0, {str(ROOT)!r})
-for name in ("engine", "engine_check", "decode", "sampler_refresh", "kernel_rates"):
+for name in ("engine", "engine_check", "decode", "sampler_refresh", "trainer_sampler", "kernel_rates"):
     sys.argv = ["bench", name, "--help"]
     try:
         runpy.run_module("bench", run_name="__main__")

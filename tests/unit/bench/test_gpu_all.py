@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 #: Scripts of the parts after the first, in the order of `all`.
 MORE = (
     *("-m bench kernel_rates", "-m bench kernel_rates"),
-    *("-m bench engine", "-m bench decode", "tests/gpu", "-m bench engine_check"),
+    *("-m bench engine", "-m bench decode", "-m bench trainer_sampler", "tests/gpu", "-m bench engine_check"),
     *("-m bench engine", "-m bench engine", "-m bench sampler_refresh"),
 )
 
@@ -46,13 +47,18 @@ def call(folder: Path, name: str, python: str, printed: list[str] | None = None)
         ("kernels", ["-m bench kernel_rates", "-m bench kernel_rates"]),
         ("training", ["-m bench engine"]),
         ("decoding", ["-m bench decode"]),
+        ("trainer_sampler", ["-m bench trainer_sampler"]),
+        ("decoding,kernels", ["-m bench decode", "-m bench kernel_rates", "-m bench kernel_rates"]),
         ("checks", ["tests/gpu", "-m bench engine_check"]),
         ("peft", ["-m bench engine"]),
         ("memory", ["-m bench engine"]),
         ("refresh", ["-m bench sampler_refresh"]),
         (
             "rehearse",
-            ["tests/gpu", "-m bench engine", "-m bench decode", "-m bench sampler_refresh", "-m bench engine_check"],
+            [
+                *("tests/gpu", "-m bench engine", "-m bench decode", "-m bench trainer_sampler"),
+                *("-m bench sampler_refresh", "-m bench engine_check"),
+            ],
         ),
         ("all", ["tests/gpu/test_smoke_on_cuda.py", *MORE]),
     ],
@@ -67,8 +73,29 @@ def test_a_failed_part_does_not_stop_the_others(tmp_path: Path, name: str, scrip
     assert set(names) <= scenarios().keys()
 
 
-def test_an_unknown_call_starts_nothing(tmp_path: Path) -> None:
-    assert call(tmp_path, "everything", "exit 0") == (2, [])
+@pytest.mark.parametrize("name", ["everything", "smoke,everything", "smoke all"])
+def test_an_unknown_call_starts_nothing(tmp_path: Path, name: str) -> None:
+    assert call(tmp_path, name, "exit 0") == (2, [])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lease_of_15_minutes_has_time_for_the_named_calls() -> None:
+    """Each call takes 10 minutes at most, and both together leave two minutes for starts and transfers."""
+    script = (ROOT / "bench/gpu_all.sh").read_text()
+    seconds = [
+        sum(limits(script, part) for part in each.split(",")) for each in re.findall(r"[a-z_,]+ \(\d+ s at", script)
+    ]
+    stated = [int(each) for each in re.findall(r"\((\d+) s at most\)", script)]
+
+    assert seconds == stated
+    assert max(seconds) <= 600
+    assert sum(seconds) <= 900 - 120
+
+
+def limits(script: str, part: str) -> int:
+    """Return the seconds of a part at most."""
+    body = script.split(f"\n{part.split(' ')[0]}() {{\n")[1].split("\n}")[0]
+    return sum(map(int, re.findall(r"(?:part|engine|gpu_tests) (\d+)", body)))
 
 
 def test_failed_parts_are_listed_at_the_end(tmp_path: Path) -> None:

@@ -21,8 +21,50 @@ _SIGNS = (
 _OF_CAPTURE = "previous error during capture"
 
 
+#: Parts of torch's messages when it cannot use a GPU, each with a cause and its remedy.
+_UNUSABLE = {
+    "not compiled with CUDA": "this build of torch is for CPUs: install PyTorch's CUDA build, in a container with "
+    "docker-compose.gpu.yml",
+    "no NVIDIA driver": "no NVIDIA driver is visible: install it on the host. A container also needs the NVIDIA container "
+    "toolkit and docker-compose.gpu.yml",
+    "too old": "the NVIDIA driver is too old for this build of torch: install a newer driver, or a torch for an older CUDA",
+    "No CUDA GPUs": "the driver shows no GPU to this process: correct CUDA_VISIBLE_DEVICES, or GPU_ID of "
+    "docker-compose.gpu.yml",
+    "no kernel image": "this build of torch has no kernels for this kind of GPU: install a torch that has some",
+}
+
+
+class DeviceUnfit(Exception):
+    """Error: no GPU can be used in this process. The message states the cause and a remedy."""
+
+
 class DeviceLost(Exception):
     """Error that some CUDA errors leave behind: every later call on the device fails in this process."""
+
+
+def check_cuda() -> None:
+    """Raise DeviceUnfit unless this process has a GPU that its torch can use. It takes no memory of a GPU."""
+    try:
+        torch.cuda.init()
+        major, minor = torch.cuda.get_device_capability()
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise _unfit(str(error).splitlines()[0]) from error
+    builds = torch.cuda.get_arch_list()
+    if not any(_runs_on(each, major, minor) for each in builds):
+        raise _unfit(f"no kernel image for sm_{major}{minor}, only for {', '.join(builds)}")
+
+
+def _runs_on(build: str, major: int, minor: int) -> bool:
+    """Return True if code for `build`, such as sm_90a, runs on a GPU of a capability. Code named compute is translated."""
+    kind, _, version = build.partition("_")
+    own = divmod(int("".join(filter(str.isdigit, version))), 10)
+    return own <= (major, minor) and (own[0] == major or kind == "compute")
+
+
+def _unfit(reason: str) -> DeviceUnfit:
+    """Return the error with the cause and the remedy of torch's message, if it is a known one."""
+    known = [cause for sign, cause in _UNUSABLE.items() if sign in reason]
+    return DeviceUnfit(f"No GPU can be used: {known[0]} ({reason})" if known else f"No GPU can be used: {reason}")
 
 
 def check_device(device: torch.device) -> None:

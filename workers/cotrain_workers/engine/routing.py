@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -280,8 +280,8 @@ class LinearWeights(Protocol):
     """Frozen linear module of the base model. Its tensors may change from one micro-batch to the next."""
 
     @property
-    def weight(self) -> torch.Tensor:
-        """The weight, `[out, in]`."""
+    def weight(self) -> Any:
+        """The weight, `[out, in]`: a tensor, or a `QuantizedWeight`."""
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -30,10 +30,9 @@ from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import UNSTORED_BYTES, WeightsStore
-from cotrain_workers.engine.device import is_out_of_memory
+from cotrain_workers.engine.device import DeviceUnfit, check_cuda, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.host import free_host_bytes
-from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, model_too_large, report
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
@@ -59,6 +58,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 #: Tokens of the probe batch. One sequence saturates a CPU; 1,000 tokens of a larger model would
 #: take it a minute.
 _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
+#: A host with this folder has a GPU and its driver. Containers with the NVIDIA container toolkit see it.
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 #: Length of the shortest pass: fewer tokens are padded to it.
 SHORTEST_TOKENS = 16
 #: Version of the choice of a micro-batch size (`memory_model.py`). Stored sizes of other versions are not used.
@@ -73,11 +74,22 @@ class Tuning:
     unstored_memory_bytes: int = UNSTORED_BYTES
 
 
-def device_of(settings: WorkerSettings) -> str:
-    """Return the configured device; for "auto", "cuda" if a GPU is available, else "cpu"."""
-    if settings.device != "auto":
-        return settings.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(settings: WorkerSettings, driver: Path = NVIDIA_DRIVER) -> str:
+    """Return the configured device; for "auto", "cuda" if a GPU can be used, else "cpu".
+
+    Raises DeviceUnfit if "cuda" is configured and no GPU can be used. With "auto" and a driver, the reason is logged.
+    """
+    if settings.device == "cpu":
+        return "cpu"
+    try:
+        check_cuda()
+    except DeviceUnfit as unfit:
+        if settings.device == "cuda":
+            raise
+        if driver.exists():
+            log.warning("gpu_unusable", reason=str(unfit), device="cpu")
+        return "cpu"
+    return "cuda"
 
 
 def measured_engine(settings: WorkerSettings, device: str, links: Links | None = None) -> tuple[WorkerEngine, float]:
@@ -85,7 +97,7 @@ def measured_engine(settings: WorkerSettings, device: str, links: Links | None =
 
     Raises ModelTooLarge if memory is insufficient for either.
     """
-    with _refusing_too_large(settings):
+    with _refusing_too_large(settings, device):
         engine: WorkerEngine
         if links is None:
             engine = load_engine(settings, device)
@@ -100,19 +112,19 @@ def measured_engine(settings: WorkerSettings, device: str, links: Links | None =
 def follow_first(settings: WorkerSettings, device: str, links: Links) -> None:
     """Load this member's part of the base model and execute the first member's messages until the group ends."""
     lock_step = GroupLockStep(links)
-    with _refusing_too_large(settings):
+    with _refusing_too_large(settings, device):
         engine = load_engine(settings, device, lock_step)
     follow(engine, lock_step)
 
 
 @contextmanager
-def _refusing_too_large(settings: WorkerSettings) -> Iterator[None]:
+def _refusing_too_large(settings: WorkerSettings, device: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             name = settings.base_model
-            raise ModelTooLarge(f"Base model {name} cannot be served: {model_too_large()}") from error
+            raise ModelTooLarge(f"Base model {name} cannot be served: {model_too_large(device=device)}") from error
         raise
 
 

@@ -239,6 +239,32 @@ def test_decoding_continues_without_a_wait(
     assert finish(decoder, []).keys() == {"0", "1", "2", "3"}
 
 
+@pytest.mark.variants
+def test_many_requests_finish_in_little_memory(
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sample over few pages, whose memory is full of NaN, with steps that overlap. One GPU failed in this situation."""
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
+    step = inspect.unwrap(EngineDecoder.step)
+    monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))
+    engine = load(model_folder("qwen3", layers=1))
+    succeeded(engine.run(ops(0)))
+    saved = {tenant.run: engine.run([Save(tenant.run, 5)]).outputs[tenant.run, 5] for tenant in SOME}
+    weights = {run: out.weights for run, out in saved.items() if isinstance(out, SaveOutput)}
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=256 * 6, text=None)
+    cache = decoder._cache
+    for memory in (*cache._keys, *cache._values):
+        memory[: cache.pages * cache.page_tokens] = torch.nan
+    keys = [None, *weights]
+
+    found = finish(
+        decoder, [request(f"r{at}", np.arange(at % 9 * 9 + 1), keys[at % 4], max_tokens=9, seed=at) for at in range(24)]
+    )
+
+    assert len(found) == 24
+    assert [each for each in found.values() if not isinstance(each, SampleOutput)] == []
+
+
 @pytest.mark.parametrize("trained_on", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_a_sampler_is_refreshed_without_a_waiting_copy(
     cuda: Rehearsal, model_folder: ModelFolder, *, trained_on: bool

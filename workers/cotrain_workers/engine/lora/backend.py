@@ -13,7 +13,6 @@ from cotrain_workers.engine.device import check_device
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.fused.tables import ModuleGroup, plan_groups
-from cotrain_workers.engine.lora.quantized import QuantizedWeight
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
 from cotrain_workers.engine.routing import LinearWeights, Segment, TrainingLora
@@ -80,7 +79,7 @@ def find_backend(
     """
     if wanted == "seg" or (wanted == "auto" and not weight.is_cuda):
         return LoraBackend("seg")
-    reason = unfused_experts or quantized(linears) or unfused(weight, check_experts)
+    reason = unfused_experts or unfused(weight, check_experts)
     if not reason:
         return LoraBackend("fused", plan_groups(targets), linears)
     if wanted == "fused":
@@ -89,12 +88,6 @@ def find_backend(
         "LoRA is not fused with the base model's products: %s. It is a loop over adapters, slow with many.", reason
     )
     return LoraBackend("seg", fallback_reason=f"not fused: {reason}")
-
-
-def quantized(linears: Mapping[str, LinearWeights]) -> str:
-    """Return why kernels with plain weights cannot be used, or an empty string."""
-    is_quantized = any(isinstance(each.weight, QuantizedWeight) for each in linears.values())
-    return "the base model is quantized" if is_quantized else ""
 
 
 def unfused(weight: torch.Tensor, check_experts: Check | None = None) -> str | None:

@@ -2,7 +2,8 @@
 
 The weight of every linear module that carries LoRA is quantized at load, except the unembedding. A product uses the
 dequantized weight in the base model's type, so it has the bits of a base model with the dequantized weights. The
-backward dequantizes again, so at most one dequantized weight exists at a time.
+backward dequantizes again, so dequantized weights exist only during a product: one, or those of the modules that read
+the same `x` in the backend `fused`.
 
 * `int8`, `fp8`: 8 bits per value, and one fp32 scale per output channel.
 * `nf4`: 4 bits per value, and one fp32 scale per 64 adjacent values. Its 16 levels are the quantiles of a normal
@@ -11,7 +12,7 @@ backward dequantizes again, so at most one dequantized weight exists at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,7 @@ class QuantizedWeight(nn.Module):
         self.codes = nn.Buffer(codes)
         self.scales = nn.Buffer(scales)
         if kind == "nf4":
-            self.levels = nn.Buffer(torch.tensor(LEVELS))
+            self.levels = nn.Buffer(torch.tensor(LEVELS, device=codes.device))
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +59,9 @@ class QuantizedWeight(nn.Module):
     def dense(self) -> torch.Tensor:
         """Return a new matrix `[out, in]` of the base model's type."""
         if self.kind != "nf4":
-            return (self.codes.float() * self.scales).to(self.dtype)
+            # One kernel computes in fp32 and rounds. Codes of fp8, all exact in bf16, have no common type with their scales.
+            codes = self.codes if self.kind == "int8" else self.codes.bfloat16()
+            return torch.mul(codes, self.scales, out=torch.empty(self.shape, dtype=self.dtype, device=self.device))
         codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(-1, BLOCK)
         values = self.levels[codes.int()] * self.scales
         return values.flatten()[: self.shape.numel()].view(self.shape).to(self.dtype)
@@ -73,15 +76,27 @@ def dense(weight: FrozenWeight) -> torch.Tensor:
 
 
 def keep_weight(ctx: Any, weight: FrozenWeight, *others: torch.Tensor | None) -> None:
-    """Save tensors for a backward, and a quantized weight without its dense values."""
-    ctx.quantized = weight if isinstance(weight, QuantizedWeight) else None
-    ctx.save_for_backward(None if ctx.quantized else weight, *others)
+    """Save a weight and other tensors for a backward, as `keep_weights` does."""
+    keep_weights(ctx, [weight], *others)
 
 
 def kept_weight(ctx: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the weight and the other tensors of `keep_weight`."""
-    weight, *others = ctx.saved_tensors
-    return (ctx.quantized.dense() if ctx.quantized else weight), others
+    """Return the weight, dequantized, and the other tensors of `keep_weight`."""
+    (weight,), others = kept_weights(ctx)
+    return dense(weight), others
+
+
+def keep_weights(ctx: Any, weights: Sequence[FrozenWeight], *others: torch.Tensor | None) -> None:
+    """Save weights and other tensors for a backward, and quantized weights without their dense values."""
+    ctx.quantized = [each if isinstance(each, QuantizedWeight) else None for each in weights]
+    plain = [None if isinstance(each, QuantizedWeight) else each for each in weights]
+    ctx.save_for_backward(*plain, *others)
+
+
+def kept_weights(ctx: Any) -> tuple[list[FrozenWeight], list[torch.Tensor]]:
+    """Return the weights, not dequantized, and the other tensors of `keep_weights`."""
+    saved, count = list(ctx.saved_tensors), len(ctx.quantized)
+    return [plain if kept is None else kept for plain, kept in zip(saved, ctx.quantized, strict=False)], saved[count:]
 
 
 class FrozenLinear(torch.autograd.Function):
@@ -143,8 +158,8 @@ def _per_channel(weight: torch.Tensor, kind: Quantization) -> tuple[torch.Tensor
     scales = weight.abs().amax(dim=1, keepdim=True).float() / largest
     scales = torch.where(scales > 0, scales, 1.0)
     codes = torch.empty_like(weight, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-    for rows in torch.arange(len(weight)).split(_ROWS):  # a fp32 copy of all rows may not fit
-        own = slice(int(rows[0]), int(rows[-1]) + 1)
+    for at in range(0, len(weight), _ROWS):  # a fp32 copy of all rows may not fit
+        own = slice(at, at + _ROWS)
         scaled = weight[own].float() / scales[own]
         codes[own] = (scaled.round() if kind == "int8" else scaled).clamp_(-largest, largest)
     return codes, scales

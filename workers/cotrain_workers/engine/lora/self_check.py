@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -54,7 +55,7 @@ class RandomAdapter:
 class RandomLinear:
     """Random module of the base model."""
 
-    weight: torch.Tensor
+    weight: Any  # a tensor, or in tests a QuantizedWeight
     bias: torch.Tensor | None = None
 
 

@@ -129,7 +129,7 @@ def _load(
         network.to(device).eval().requires_grad_(requires_grad=False)
     except RuntimeError as error:
         if is_out_of_memory(error):
-            raise model_too_large() from error
+            raise model_too_large(device=device.type) from error
         raise
     refuse_not_finite((*network.named_parameters(), *network.named_buffers()))
     refuse_failing(network)
@@ -147,7 +147,7 @@ def refuse_failing(network: Any) -> None:
             logits = network(input_ids=tokens, use_cache=False).logits
     except (RuntimeError, *_OF_CONTENT) as error:
         if is_out_of_memory(error):
-            raise model_too_large() from error
+            raise model_too_large(device=network.device.type) from error
         if isinstance(error, RuntimeError) and network.device.type != "cpu":
             raise  # it may be a device error
         raise unfit_config(f"{type(error).__name__}: {error}") from error

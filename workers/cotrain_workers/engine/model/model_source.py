@@ -151,8 +151,13 @@ def unfit_config(reason: str) -> NoModel:
     return NoModel(f"its {CONFIG} describes no model ({_first_line(reason)}): correct it.")
 
 
-def model_too_large(needed_bytes: int = 0, free_bytes: int = 0) -> ModelTooLarge:
-    """Return the error for a model that exceeds the memory; sizes in bytes, 0 if unknown."""
+def model_too_large(needed_bytes: int = 0, free_bytes: int = 0, device: str = "cpu") -> ModelTooLarge:
+    """Return the error for a model that exceeds the memory of a device; sizes in bytes, 0 if unknown."""
+    if device != "cpu":
+        return ModelTooLarge(
+            "there is not enough memory on the GPU for it: give a smaller model, set COTRAIN_QUANTIZATION, or use several "
+            "GPUs (--group-size)."
+        )
     sizes = f" (its weights take {needed_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free)"
     return ModelTooLarge(
         f"there is not enough memory for it{sizes if needed_bytes else ''}: "

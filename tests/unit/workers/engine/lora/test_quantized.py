@@ -13,7 +13,6 @@ import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedWeight
 from cotrain_workers.engine.model.configuration import UnsupportedModel
 from cotrain_workers.engine.model.model_source import NoModel
@@ -108,6 +107,16 @@ def test_a_weight_keeps_its_values_within_a_step(kind: Quantization, worst: floa
     assert quantized.codes.nbytes <= (weight.numel() + 64) * bits // 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_value_is_the_product_in_fp32_rounded_once(kind: Quantization, dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+    quantized = QuantizedWeight(weight, kind)
+
+    assert torch.equal(quantized.dense(), (quantized.codes.float() * quantized.scales).to(dtype))
+
+
 def test_no_dequantized_weight_is_kept_for_the_backward(model_folder: ModelFolder) -> None:
     engine = Engine.load(str(model_folder(FAMILY)), quantization="int8")
     shapes: set[tuple[int, ...]] = set()
@@ -130,8 +139,6 @@ def test_the_numerics_and_the_parameters_count_it(model_folder: ModelFolder) -> 
 
 
 def test_what_cannot_be_quantized_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
-    with pytest.raises(BackendUnfit, match="the base model is quantized"):
-        Engine.load(str(model_folder(FAMILY)), quantization="int8", lora_backend="fused")
     with pytest.raises(UnsupportedModel, match="weights of experts are not quantized"):
         Engine.load(str(build_tiny("mixtral", tmp_path / "experts")), quantization="int8")
     network: Any = load_plain(model_folder(FAMILY), torch.float32)

@@ -15,6 +15,7 @@ import torch
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
 from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, FusedExperts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables, make_tables
+from cotrain_workers.engine.lora.quantized import FrozenWeight, dense, keep_weights, kept_weights
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
 from cotrain_workers.engine.lora.siblings import SiblingResults
 from cotrain_workers.engine.routing import ExpertWeights, LinearWeights, Part, Segment
@@ -98,7 +99,7 @@ class FusedLora:
             self._tables = make_tables(self._all, self._rows, self._groups, device)
         return Products(group, self._tables)
 
-    def _weights(self, group: ModuleGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _weights(self, group: ModuleGroup) -> tuple[list[FrozenWeight], list[torch.Tensor]]:
         linears = [self._linears[name] for name in group.names]
         biases = [each.bias for each in linears if each.bias is not None]
         assert len(biases) in (0, len(linears))
@@ -130,7 +131,7 @@ class Products(NamedTuple):
     def outputs(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[FrozenWeight],
         biases: Sequence[torch.Tensor],
         low: torch.Tensor,
         residual: torch.Tensor | None = None,
@@ -138,21 +139,21 @@ class Products(NamedTuple):
     ) -> list[torch.Tensor]:
         """Return the output of each module, `[T, out]`; with a gate, their gated product follows."""
         ys: list[torch.Tensor] = torch.ops.cotrain.lora_expand(
-            x, weights, biases, residual, gate, low, *self._of_tiles()
+            x, list(map(dense, weights)), biases, residual, gate, low, *self._of_tiles()
         )
         return ys
 
     def back(
         self,
         gys: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[FrozenWeight],
         low_grad: torch.Tensor,
         gated: Sequence[torch.Tensor] = (),
         gate: int = 0,
     ) -> list[torch.Tensor]:
         """Return the gradient of the modules' input, or of the two `gated` factors of it."""
         gxs: list[torch.Tensor] = torch.ops.cotrain.lora_expand_back(
-            gys, weights, gated, gate, low_grad, *self._of_tiles()
+            gys, list(map(dense, weights)), gated, gate, low_grad, *self._of_tiles()
         )
         return gxs
 
@@ -180,19 +181,19 @@ class FusedLinears(torch.autograd.Function):
         residual: torch.Tensor | None,
         products: Products,
         biases: Sequence[torch.Tensor],
-        *weights: torch.Tensor,
+        *weights: FrozenWeight,
     ) -> tuple[torch.Tensor, ...]:
         """Return `[T, out]` of each module; `residual` is added if there is one module."""
         x = x.contiguous()
         low = products.low([x], A)
-        ctx.save_for_backward(x, low, *weights)
+        keep_weights(ctx, weights, x, low)
         ctx.products, ctx.has_residual = products, residual is not None
         return tuple(products.outputs(x, weights, biases, low, residual))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
         """Return the gradient of `x`; add the gradients of the LoRA matrices to their arenas."""
-        x, low, *weights = ctx.saved_tensors
+        weights, (x, low) = kept_weights(ctx)
         products: Products = ctx.products
         gys = [grad.contiguous() for grad in grads]
         low_grad = products.low(gys, B)
@@ -217,21 +218,21 @@ class FusedMlp(torch.autograd.Function):
         products: tuple[Products, Products],
         gate: int,
         biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
-        *weights: torch.Tensor,
+        *weights: FrozenWeight,
     ) -> torch.Tensor:
         """Return `[T, out]`; `weights` are the matrices of gate, up and down."""
         x, (first, last) = x.contiguous(), products
         low = first.low([x], A)
         *gated, inner = first.outputs(x, weights[:2], biases[0], low, gate=gate)
         inner_low = last.low([inner], A)
-        ctx.save_for_backward(x, low, *gated, inner, inner_low, *weights)
+        keep_weights(ctx, weights, x, low, *gated, inner, inner_low)
         ctx.products, ctx.gate, ctx.has_residual = products, gate, residual is not None
         return last.outputs(inner, weights[2:], biases[1], inner_low, residual)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
         """Return the gradients of `x` and of the residual; add those of the LoRA matrices to their arenas."""
-        x, low, gate, up, inner, inner_low, *weights = ctx.saved_tensors
+        weights, (x, low, gate, up, inner, inner_low) = kept_weights(ctx)
         first, last = ctx.products
         gys = [grads[0].contiguous()]
         low_grad = last.low(gys, B)

@@ -14,8 +14,11 @@ from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused import fused_lora, operators
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import ROWS, Tables, make_tables
+from cotrain_workers.engine.lora.quantized import Quantization, QuantizedWeight
 from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import AdapterSpec
+from tests.support import lora_problem
+from tests.support.draws import variant
 from tests.support.lora_problem import CPU, Tenant, differences, needs_kernels, same, tenant, work
 
 #: Sigmoid 1 / (1 + exp(-z)) in the interpreter: exp gives infinity, and the quotient a correct zero.
@@ -61,6 +64,24 @@ def test_tiles_copied_by_descriptors_have_the_same_bits(gate: int | None, monkey
     found = work("fused", company(), filler=7, gate=gate)
 
     assert all(same(ours, theirs) for theirs, ours in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("gate", [None, SILU])
+@pytest.mark.parametrize("kind", ["int8", variant("fp8"), "nf4"])
+def test_quantized_weights_have_the_bits_of_their_dequantized_values(kind: Quantization, gate: int | None) -> None:
+    saved: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    expected = work("fused", company(), gate=gate, stored=lambda weight: QuantizedWeight(weight, kind).dense())
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = work("fused", company(), gate=gate, stored=lambda weight: QuantizedWeight(weight, kind))
+
+    assert all(same(ours, theirs) for theirs, ours in zip(expected, found, strict=True))
+    assert saved
+    assert not {(each.outputs, each.inputs) for each in lora_problem.TARGETS} & {tuple(each.shape) for each in saved}
 
 
 @pytest.mark.parametrize("gate", [None, SILU])

@@ -20,8 +20,8 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SPILLED_BYTES = 160
 #: The same of LoRA in decoding.
 SPILLED_BY_LORA = 4
-#: The same of a product of experts. Gates and their gradients take more registers than there are.
-SPILLED_BY_GATES = 800
+#: The same of a product of experts. Gates and their gradients take more registers than there are: 840 bytes with Triton 3.6.
+SPILLED_BY_GATES = 850
 
 
 @pytest.mark.parametrize("arch", [80, 90])
