@@ -14,8 +14,6 @@ import torch
 
 from cotrain_workers.engine.decoding import lora_kernel, model_runner, page_kernel
 from cotrain_workers.engine.decoding.lora_kernel import Siblings
-from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.decoding import model_runner, page_kernel
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from tests.support.decoding import (

@@ -15,8 +15,6 @@ from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.results.pending import Pending
-from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api
-from cotrain_store.results.futures import Pending
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body
 from tests.support.ui import FROM_HERE, log_in, log_out, send
 

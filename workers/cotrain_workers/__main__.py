@@ -24,9 +24,8 @@ from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import SyncConnection, check_store, open_sync_connection
 from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
-from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, DeviceUnfit
 from cotrain_workers.engine.host import use_cores
-from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, DeviceUnfit, use_cores
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel, listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory

@@ -31,8 +31,6 @@ from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.traces import current_traceparent, record, tracer
-from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.monitoring.logs_and_traces import current_traceparent, record, tracer
 from cotrain_store.redis_client.connection import CONNECTION_LOST, RECANCEL_S
 
 Wait = Callable[[], Coroutine[Any, Any, Response]]

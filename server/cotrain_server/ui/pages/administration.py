@@ -23,7 +23,6 @@ from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, owners
-from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.quotas import Quotas
 
