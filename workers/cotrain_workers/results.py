@@ -5,31 +5,23 @@ A *finished* op has an output. The others are open passes, or wait behind one. T
 `result_of` encodes one output as the result of a future; a replay compares it with the stored result.
 """
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from typing import Any
-
-import numpy as np
 
 from cotrain_store.bodies.adapter_bodies import SaveRequest
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.bodies.reverse_kl_body import reverse_kl_answer
-from cotrain_store.messages.ids import OpId, PoolId, RunId, SessionId, WeightsRef, decode
+from cotrain_store.messages.ids import OpId, PoolId, RunId, SessionId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, RunUsage, Step
 from cotrain_store.messages.runs import (
     CheckpointRecord,
     HistoryEntry,
     LoraSpec,
-    MetricsEntry,
-    PassEntry,
     PoolRecord,
-    RewindEntry,
     SamplerRecord,
     SaveRecords,
-    StepEntry,
     WeightsRecord,
 )
 from cotrain_workers.checkpoints.files import Saved
@@ -40,17 +32,14 @@ from cotrain_workers.engine.ops import (
     LoadOutput,
     NoteOutput,
     Op,
-    OptimStep,
     Output,
-    Pass,
     PassOutput,
-    ReverseKl,
     ReverseKlOutput,
     SaveOutput,
     StepOutput,
 )
-from cotrain_workers.engine.training.drift import lag_sums
 from cotrain_workers.fingerprints import fingerprint_of
+from cotrain_workers.history import history_entry
 
 #: Metric of every training result: the cycle in which it ran.
 CYCLE_METRIC = "clock_cycle:unique"
@@ -304,65 +293,8 @@ def _user_of(request: SaveRequest, weights: WeightsRecord) -> SamplerRecord | Ch
 
 def history_of(rows: Iterable[OpRow]) -> dict[OpId, HistoryEntry]:
     """Return the entries that ops add to the histories of their runs. Failed ops have none."""
-    found: dict[OpId, HistoryEntry] = {}
-    for row in rows:
-        entry = _entry(row)
-        # JSON has no NaN and no infinity.
-        if entry and (isinstance(entry, MetricsEntry) or all(map(isfinite, vars(entry).values()))):
-            found[row.op.id] = entry
-    return found
-
-
-def _entry(row: OpRow) -> HistoryEntry | None:
-    match row.request, row.output:
-        case ((Pass() | ReverseKl()) as request, (PassOutput() | ReverseKlOutput()) as output):
-            weight = _weight(request)
-            drift = output.drift if isinstance(output, PassOutput) else {}
-            return PassEntry(
-                output.loss_sum,
-                weight,
-                not request.needs_grad,
-                **drift_entry(drift, weight),
-                **(lag_sums(request) if isinstance(request, Pass) else {}),
-            )
-        case OptimStep(learning_rate=learning_rate), StepOutput(grad_norm):
-            return StepEntry(grad_norm, learning_rate)
-        case _, NoteOutput(answer) if row.op.kind is OpKind.REWIND:
-            return RewindEntry(answer["seq"], answer["step"])
-        case _, NoteOutput():
-            return decode(MetricsEntry, json.loads(row.body))
-    return None
-
-
-def drift_entry(drift: Mapping[str, float], rewarded: float) -> dict[str, float]:
-    """Return the fields of a PassEntry for the drift of a pass with `rewarded` tokens with an advantage."""
-    if "sampled_tokens:sum" not in drift:
-        return {}
-    sampled = drift["sampled_tokens:sum"]
-    is_bounded = "clip_fraction:mean" in drift
-    return {
-        "sampled": sampled,
-        "gap": drift["rollout_gap:mean"] * sampled,
-        "gap_max": drift["rollout_gap:max"],
-        "effective": drift["effective_sample_size:mean"] * sampled,
-        "bounded": rewarded if is_bounded else 0.0,
-        "clipped": drift["clip_fraction:mean"] * rewarded if is_bounded else 0.0,
-    }
-
-
-def _weight(request: Pass | ReverseKl) -> float:
-    """Return the sum of the weights, or the number of non-zero advantages if the loss has no
-    weights. For a custom loss it is the number of datums, over which its losses are summed.
-    """
-    if isinstance(request, Pass) and request.graph is not None:
-        return float(len(request.datums))
-    if isinstance(request, ReverseKl):
-        weights = [datum.weights for datum in request.datums]
-    elif all("weights" in datum.inputs for datum in request.datums):
-        weights = [datum.inputs["weights"] for datum in request.datums]
-    else:
-        weights = [datum.inputs["advantages"] != 0 for datum in request.datums]
-    return float(sum(each.sum(dtype=np.float64) for each in weights))
+    entries = {row.op.id: history_entry(row.op, row.body, row.request, row.output) for row in rows}
+    return {op_id: entry for op_id, entry in entries.items() if entry}
 
 
 def must_not_rerun(row: OpRow) -> bool:
