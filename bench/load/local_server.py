@@ -73,6 +73,12 @@ class LocalServer:
         self._start("scheduler", ["cotrain_scheduler"])
         self._start("worker", ["bench.load.null_worker", *worker])
 
+    def start_bare(self) -> None:
+        """Start a bare application on the server's port, in place of all processes."""
+        descriptor = self.listener.fileno()
+        os.set_inheritable(descriptor, True)
+        self._start("api", ["bench.load.bare_server", str(descriptor)], (descriptor,))
+
     def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> None:
         given = {
             "REDIS_URL": self.redis_url, "DATA_DIR": str(self.folder / "data"), "DISK_RESERVE_BYTES": "0", **settings,

@@ -1,6 +1,6 @@
 """Limits of the server without an engine: small passes, three times its capacity, and a burst of large passes.
 
-    python -m bench load [--parts small_passes,overload,burst]
+    python -m bench load [--parts small_passes,bare_passes,overload,burst]
 
 Real processes use a real Redis that fsyncs every write, and the worker commits planned ops without computing. All
 clients run on the same cores. Rates depend on the machine and on its other load. The report has the load average
@@ -73,9 +73,20 @@ def run(args: Args, report: Report) -> None:
 
 async def small_passes(server: LocalServer, args: Args) -> Row:
     """Measure the processor time of each process for one small pass: a POST, a poll and its result."""
-    keys = keys_of(SMALL_TENANTS)
+    keys, seen = keys_of(SMALL_TENANTS), Counter[str]()
     server.start(keys)
-    seen, stop = Counter[str](), asyncio.Event()
+    runs = {key: await new_run(Client(server.address, key), seen) for key in keys}
+    return await _passes(server, args, runs, seen)
+
+
+async def bare_passes(server: LocalServer, args: Args) -> Row:
+    """Measure the same requests to a bare FastAPI application, which stores a body with an fsync, and reads it."""
+    server.start_bare()
+    return await _passes(server, args, dict.fromkeys(keys_of(SMALL_TENANTS), "run"), Counter())
+
+
+async def _passes(server: LocalServer, args: Args, runs: dict[str, str], seen: Counter[str]) -> Row:
+    stop = asyncio.Event()
 
     async def train(client: Client, run: str, seqs: Iterator[int]) -> None:
         while not stop.is_set():
@@ -83,8 +94,8 @@ async def small_passes(server: LocalServer, args: Args) -> Row:
             seen["answered"] += 1
 
     loops = []
-    for key in keys:
-        run, seqs = await new_run(Client(server.address, key), seen), itertools.count(1)
+    for key, run in runs.items():
+        seqs = itertools.count(1)
         loops += [asyncio.create_task(train(Client(server.address, key), run, seqs)) for _ in range(DEPTH)]
     await asyncio.sleep(WARM_S)
     before, first = server.cpu_s(), seen["answered"]
@@ -258,5 +269,5 @@ def _beat(address: Address, key: str, session: str, stop: Any) -> list[float]:
     return asyncio.run(beats())
 
 
-PARTS = {"small_passes": small_passes, "overload": overload, "burst": burst}
-OPTIONS: Options = {"parts": Some(tuple(PARTS)), "seconds": (15.0, "of small_passes and overload")}
+PARTS = {"small_passes": small_passes, "bare_passes": bare_passes, "overload": overload, "burst": burst}
+OPTIONS: Options = {"parts": Some(tuple(PARTS)), "seconds": (15.0, "of all parts but burst")}
