@@ -5,14 +5,16 @@ step of eager kernels is bound by their launches (about 40 to 60 ms for 36 layer
 after its output has matched that of the same step in eager mode.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from cotrain_workers.engine.decoding.expert_check import fused_units
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.page_kernel import (
     KernelAttention,
@@ -38,6 +40,7 @@ from cotrain_workers.engine.decoding.step import (
     looked_up,
     padded,
 )
+from cotrain_workers.engine.decoding.step_experts import Units, experts_of_step
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel, run_backbone
 from cotrain_workers.engine.model.families import UNEMBED
@@ -50,7 +53,7 @@ from cotrain_workers.engine.spec import has_experts
 RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
 # Records some work; returns a function that replays it, and the tensor that holds its output.
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and `Pool.memory_key` of each
+Key = tuple[int, tuple[tuple[tuple[int, bool], int, int], ...]]  # rows, and `Pool.memory_key` of each
 
 # One row is padded to two, so it has no graph of its own.
 ROWS = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -63,7 +66,14 @@ class ForwardResult:
 
     hidden: torch.Tensor  # [T, d]
     items: Sequence[Item]
-    experts: np.ndarray | None = None  # int16 [T, layers, k], as routers chose; None without experts
+    routes: torch.Tensor | None = None  # int16 [T, layers, k], as routers chose; None without experts
+
+    def routes_on_host(self) -> np.ndarray | None:
+        """Return the routes if a page of a prompt stores them or a request wants them. Waits for the device."""
+        work = [item.work for item in self.items]
+        if not any(each.is_prompt or each.sequence.group.request.return_routed_experts for each in work):
+            return None
+        return None if self.routes is None else self.routes.cpu().numpy()
 
 
 class ModelRunner:
@@ -87,11 +97,12 @@ class ModelRunner:
             and kernel_takes(weight, base.kv.head_dim, cache.page_tokens)
             and kernel_is_right(base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap)
         )
-        # The rows of each expert are counted on the host, and each step has other states. A graph records neither.
-        self._has_experts = has_experts(base.targets)
-        is_fixed = not self._has_experts and not base.states
+        self._units = fused_units(base)
+        # In a loop over experts, the host counts the rows of each, and each step has other states. A graph records neither.
+        self._loops = has_experts(base.targets) and not self._units
+        is_fixed = not self._loops and not base.states
         if self._has_kernel and is_fixed and groups_take(weight, []):
-            self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
+            self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder(), self._units)
 
     def forward(self, plan: Plan, slot_of: SlotOf, chosen: torch.Tensor | None = None) -> ForwardResult | None:
         """Compute a plan's rows and chunks; None if it has none.
@@ -102,25 +113,23 @@ class ModelRunner:
         if not items:
             return None
         has_images = any(item.work.sequence.group.request.images for item in items)
-        hidden = None
         if self.graphs is not None and not has_images:
-            hidden = self.graphs.run(items, chosen)
-        if hidden is None:
-            tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
-            rotary = _rotary_of(items, has_images=has_images)
-            filler = padded(len(tokens)) - len(tokens)
-            ids = to_device(torch.tensor([tokens + [0] * filler]), self._device)
-            rotary = np.pad(rotary, ((0, 0), (0, filler)))
-            at = to_device(rotary, self._device)
-            at = at[:, None] if has_images else at
-            if chosen is not None:
-                ids = looked_up(ids, chosen)
-            images = image_rows(_images_of(items), self._device) if has_images else None
-            route = self._route(items, ids.shape[1])
-            hidden = self._run_model(ids, at, route, images)
-            if route.experts:
-                return ForwardResult(hidden, items, np.stack(route.experts, axis=1))
-        return ForwardResult(hidden, items)
+            found = self.graphs.run(items, chosen)
+            if found is not None:
+                return found
+        tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
+        rotary = _rotary_of(items, has_images=has_images)
+        filler = padded(len(tokens)) - len(tokens)
+        ids = to_device(torch.tensor([tokens + [0] * filler]), self._device)
+        rotary = np.pad(rotary, ((0, 0), (0, filler)))
+        at = to_device(rotary, self._device)
+        at = at[:, None] if has_images else at
+        if chosen is not None:
+            ids = looked_up(ids, chosen)
+        images = image_rows(_images_of(items), self._device) if has_images else None
+        route = self._route(items, ids.shape[1])
+        hidden = self._run_model(ids, at, route, images)
+        return ForwardResult(hidden, items, route.routes)
 
     def _route(self, items: Sequence[Item], total: int) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
@@ -128,15 +137,19 @@ class ModelRunner:
         rows = [item.span for item in items if not item.work.is_prompt]
         chunks = [item.span for item in items if item.work.is_prompt]
         states = StepStates(self._cache, rows, chunks, total) if self._cache.states else None
+        experts = None
+        if self._units:
+            is_prompt = [item.work.is_prompt for item in items for _ in positions(item.span)]
+            experts = experts_of_step(self._units, slots, is_prompt, total, self._device)
         if self._has_kernel:
             tables = kernel_tables(spans, self._cache, self._group, self._device)
-            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots), states)
+            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots), states, experts)
         plain = PagedAttention(self._cache, rows, chunks, self._device)
-        return MixedStep(plain, self._lora(slots), states)
+        return MixedStep(plain, self._lora(slots), states, experts)
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""
-        if not self._has_experts and groups_take(self._base.head_weight, slots):
+        if not self._loops and groups_take(self._base.head_weight, slots):
             return grouped_lora(slots, self._device)
         taken = [None if slot is None else (slot, slot.index) for slot in slots]
         if self._last_slots != taken:
@@ -179,7 +192,9 @@ def run_model(
 ) -> torch.Tensor:
     """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to hidden states `[T, d]`."""
     with base.router.use_step(route, images):
-        return run_backbone(base, ids, positions)[0]
+        hidden = run_backbone(base, ids, positions)[0]
+    route.end()
+    return hidden
 
 
 class PinnedBuffer:
@@ -260,26 +275,35 @@ class Captured:
     replay: Callable[[], None]
     inputs: Inputs
     hidden: torch.Tensor  # [rows, d]
+    route: MixedStep
 
 
 class DecodeGraphs:
     """CUDA graphs of one model. A shape whose graph failed or differed runs eagerly from then on."""
 
-    def __init__(self, run_model: RunModel, cache: KvCache, max_pages: int, record: Record) -> None:
+    def __init__(
+        self,
+        run_model: RunModel,
+        cache: KvCache,
+        max_pages: int,
+        record: Record,
+        units: Mapping[str, Units] = MappingProxyType({}),
+    ) -> None:
         self.refused: list[str] = []  # reasons why graphs are not used, for the operator
         self._run_model = run_model
         self._cache = cache
         self._max_pages = max_pages
         self._captured: dict[Key, Captured | None] = {}
         self._record = record
+        self._units = units
 
     @property
     def used(self) -> int:
         """Return the number of graphs in use."""
         return sum(captured is not None for captured in self._captured.values())
 
-    def run(self, items: Sequence[Item], chosen: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the hidden states of a step, or None if it must run eagerly.
+    def run(self, items: Sequence[Item], chosen: torch.Tensor | None = None) -> ForwardResult | None:
+        """Return the results of a step, or None if it must run eagerly.
 
         `chosen` are the last tokens chosen on the device, among them the unread tokens of the sequences.
         """
@@ -296,8 +320,9 @@ class DecodeGraphs:
         if captured is None:
             return None
         captured.inputs.fill(items, pools, chosen)
+        captured.route.replace_adapters(items)
         captured.replay()
-        return captured.hidden
+        return ForwardResult(captured.hidden, items, captured.route.routes)
 
     def _forget_moved(self, key: Key) -> None:
         """Drop graphs over pools that have been reallocated."""
@@ -313,7 +338,11 @@ class DecodeGraphs:
         inputs.fill(items, pools, chosen)
         groups = [Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)]
         attention = KernelAttention(self._cache, inputs.tables)
-        route = MixedStep(attention, GroupedLora(groups))
+        experts = None
+        if self._units:
+            slots = [item.slot for item in items]
+            experts = experts_of_step(self._units, slots, [False] * len(slots), rows, self._cache.device)
+        route = MixedStep(attention, GroupedLora(groups), experts=experts)
         # Not a method of this object, which would create a cycle: dropping a decoder frees its memory at once.
         work = partial(self._run_model, inputs.ids, inputs.positions, route)
 
@@ -332,7 +361,7 @@ class DecodeGraphs:
         if not gap <= TOLERANCE * largest:
             self.refused.append(f"{rows} rows: hidden states differ by {gap:.3g} of {largest:.3g}")
             return None
-        return Captured(replay, inputs, hidden)
+        return Captured(replay, inputs, hidden, route)
 
 
 class CudaRecorder:

@@ -60,9 +60,9 @@ class Pool:
         return self.flat.shape[0] * self.slot_bytes
 
     @property
-    def memory_key(self) -> tuple[int, int, int]:
-        """Memory that a CUDA graph reads: rank, address, number of slots."""
-        return self.layout.rank, self.flat.data_ptr(), len(self.flat)
+    def memory_key(self) -> tuple[tuple[int, bool], int, int]:
+        """Memory that a CUDA graph reads: kind, address, number of slots."""
+        return self.layout.kind, self.flat.data_ptr(), len(self.flat)
 
     def matrices(self, module: str, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of A `[n, rank, in]` and scale * B^T `[n, rank, padded out]` of `slots`, int64 `[n]`."""

@@ -168,19 +168,19 @@ def experts_by_adapter(module: Any, hidden: torch.Tensor, index: torch.Tensor, w
     `hidden` is `[T, d]`, `index` and `weights` `[T, k]` are the chosen experts and their weights.
     """
     router: Router = module.cotrain_router
-    step = router.step
+    step, name = router.step, module.cotrain_name
     if step is None and isinstance(router.route.lora, FusedLora):
-        own = ExpertWeights(module.gate_up_proj, module.down_proj, module.cotrain_gate)
-        return router.route.lora.experts(module.cotrain_name, own, hidden, index, weights)
-    segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
-    chosen = choices_on_host(index)
+        return router.route.lora.experts(name, own_weights(module), hidden, index, weights)
     if step is not None:
-        step.note_experts(chosen)
-    rows = dispatch(chosen, module.num_experts, segments, index.device)
+        found = step.experts(name, own_weights(module), hidden, index, weights)
+        if found is not None:
+            return found
+    segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
+    rows = dispatch(choices_on_host(index), module.num_experts, segments, index.device)
 
-    def product(name: str, x: torch.Tensor) -> torch.Tensor:
-        target = f"{module.cotrain_name}.{name}"
-        matrix, bias = weight_of(module, name)
+    def product(of: str, x: torch.Tensor) -> torch.Tensor:
+        target = f"{name}.{of}"
+        matrix, bias = weight_of(module, of)
         if step is not None:
             y = base_product(x, matrix, bias, rows)
             step.add_to_experts(target, x, y, rows.groups)
@@ -194,6 +194,11 @@ def experts_by_adapter(module: Any, hidden: torch.Tensor, index: torch.Tensor, w
     y = product("down_proj", gated(module, product("gate_proj", x), product("up_proj", x)))
     pairs = y.index_select(0, rows.rows).view(*index.shape, -1)
     return (pairs * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+def own_weights(module: Any) -> ExpertWeights:
+    """Return the weights of an experts module for kernels."""
+    return ExpertWeights(module.gate_up_proj, module.down_proj, module.cotrain_gate)
 
 
 def choices_on_host(index: torch.Tensor) -> np.ndarray:

@@ -124,7 +124,7 @@ def test_graphs_over_a_pool_that_has_grown_are_dropped(new_engine: NewEngine) ->
     graphs = decoder.runner.graphs
     assert graphs is not None
     places = {lies for _, pools in graphs._captured for lies in pools}
-    assert sorted(rank for rank, *_ in places) == [8, 16]
+    assert sorted(kind for kind, *_ in places) == [(8, False), (16, False)]
 
 
 @pytest.mark.usefixtures("as_on_cuda")

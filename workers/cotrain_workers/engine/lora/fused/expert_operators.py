@@ -34,7 +34,7 @@ FIELDS = 5  # of a tile
 _SEGMENTS = 128  # compared at once
 _TABLES = "Tensor tiles, Tensor bounds, Tensor entries, Tensor scales"
 SCHEMAS = {
-    "expert_tiles": "(Tensor bounds, int count) -> Tensor",
+    "expert_tiles": "(Tensor bounds, int count, int rows) -> Tensor",
     # into low [P, columns]; modules may share one x
     "expert_shrink": "(Tensor[] xs, int modules, int side, Tensor bounds, Tensor entries, Tensor(a!) low) -> ()",
     # `gate`: 0 for one module, whose rows are multiplied with `shares`, or SILU or GELU for two
@@ -47,18 +47,18 @@ SCHEMAS = {
 }
 
 
-def most_tiles(rows: int, experts: int) -> int:
-    """Return the largest number of tiles of rows, however they are divided among experts."""
-    return rows // ROWS + min(rows, experts)
+def most_tiles(rows: int, experts: int, height: int = ROWS) -> int:
+    """Return the largest number of tiles of `height` rows, however `rows` are divided among experts."""
+    return rows // height + min(rows, experts)
 
 
-def find_tiles(bounds: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tiles `[count + 1, 5]` of the rows of all experts; `count` is the largest number of them."""
-    tiles = _new_tiles(bounds, count)
+def find_tiles(bounds: torch.Tensor, count: int, rows: int) -> torch.Tensor:
+    """Return the tiles `[count + 1, 5]` of `rows` of all experts; `count` is the largest number of them."""
+    tiles = _new_tiles(bounds, count, rows)
     experts = len(bounds) - 1
     _programs().find_tiles[(max(count, 1),)](
         bounds, tiles, count, experts, segments_of(bounds),
-        EXPERTS=1 << (experts - 1).bit_length(), SEGMENTS=_SEGMENTS, BM=ROWS,
+        EXPERTS=1 << (experts - 1).bit_length(), SEGMENTS=_SEGMENTS, BM=rows,
     )  # fmt: skip
     return tiles
 
@@ -198,7 +198,7 @@ def _programs() -> Any:
     return expert_programs
 
 
-def _new_tiles(bounds: torch.Tensor, count: int) -> torch.Tensor:
+def _new_tiles(bounds: torch.Tensor, count: int, _rows: int) -> torch.Tensor:
     return bounds.new_empty(count + 1, FIELDS)
 
 

@@ -135,7 +135,7 @@ def expert_shrink(
         for first in range(tl.load(span) + tl.program_id(1) * BM, stop, PARTS * BM):
             rows = (first + tl.arange(0, BM)).to(tl.int64)
             cells = module * rank + number
-            write_low(low, x, starts, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
+            write_low(low, x, starts, rows, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -17,7 +17,7 @@ import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.lora.fused import expert_operators
-from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables
+from cotrain_workers.engine.lora.fused.tables import ROWS, A, B, ModuleGroup, Tables
 from cotrain_workers.engine.routing import ExpertWeights
 
 OPS = torch.ops.cotrain
@@ -51,7 +51,7 @@ def sort_rows(index: torch.Tensor, probes: torch.Tensor) -> Rows:
     keys = (index.int() * tokens).add_(count[:tokens, None])
     keys, pairs = keys.flatten().sort(stable=True)
     bounds = torch.searchsorted(keys, probes, out_int32=True)
-    tiles = OPS.expert_tiles(bounds, expert_operators.most_tiles(len(keys), len(bounds) - 1))
+    tiles = OPS.expert_tiles(bounds, expert_operators.most_tiles(len(keys), len(bounds) - 1), ROWS)
     with unordered_writes():
         positions = torch.empty_like(pairs).scatter_(0, pairs, count)
     return Rows(pairs // chosen, pairs, positions, bounds, tiles, chosen)

@@ -140,10 +140,13 @@ def plus_inputs(
 
 @triton.jit
 def write_low(
-    low, x, starts, rows, live, cells, known, width, columns,
+    low, x, starts, rows, to, live, cells, known, width, columns,
     WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write `x M^T` of some rows to `cells`, columns of `low`; `starts` are the addresses of the rows of M."""
+    """Write `x M^T` of some `rows` of x to rows `to` and columns `cells` of `low`.
+
+    `starts` are the addresses of the rows of M.
+    """
     total = tl.zeros((BM, BC), tl.float32)
     for at in range(0, width, BK):
         depth = at + tl.arange(0, BK)
@@ -151,7 +154,7 @@ def write_low(
         left = load_block(x, rows, depth, width, live, inside)
         right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
         total = plus_product(total, left, right, WIDE)
-    out = low + rows[:, None] * columns + cells[None, :]
+    out = low + to[:, None] * columns + cells[None, :]
     tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
 
 
