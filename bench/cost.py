@@ -28,7 +28,8 @@ from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.page_kernel import KernelAttention, graph_tables
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
-from cotrain_workers.engine.decoding.step import Grouped, GroupedLora, Lora, MixedStep, RowLora
+from cotrain_workers.engine.decoding.step import Grouped, GroupedLora, MixedStep
+from cotrain_workers.engine.decoding.step_experts import experts_of_step, units_of
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep
 from tests.support.fake_cuda import Launch, LaunchLog, counts
@@ -165,6 +166,10 @@ def flops(launch: Launch) -> float:
             weights = launch.args[1]
             rows = launch.args[0] if launch.name == "expert_expand" else launch.args[0][0]
             return 2.0 * int(rows[0]) * len(weights) * size(weights[0][1:])
+        case "step_expand":
+            # Each expert has equally many rows, each of which is multiplied once.
+            pairs, weights = int(launch.args[5][1]), launch.args[1]
+            return 2.0 * pairs * len(weights) * size(weights[0][1:])
         case "lora_expand_back":
             return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
@@ -208,7 +213,7 @@ def train(shape: Shape, layers: int, settings: Args) -> tuple[FakeEngine, Launch
 def decode(shape: Shape, layers: int, settings: Args) -> FakeEngine:
     """Run one decode step of `rows` sequences over `adapters` adapters.
 
-    It is the step that a graph captures. A mixture of experts has no graph, and adds LoRA by row.
+    It is the step that a graph captures.
     """
     fake, rows = FakeEngine(shape, layers, settings), settings.rows
     pages = -(-settings.context // PAGE)
@@ -223,12 +228,14 @@ def decode(shape: Shape, layers: int, settings: Args) -> FakeEngine:
         pool = Pool(layout, zeros(settings.adapters + 2, layout.size, dtype=BF16))
         lengths, table = (zeros(*each, dtype=torch.int32) for each in ((rows,), (rows, pages)))
         tables = graph_tables(zeros(rows), lengths, table, cache)
-        lora: Lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
+        lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
+        experts = None
         if isinstance(shape, Mixture):
             names = frozenset(layout.target_by_name)
             slots = [Slot(pool, at + 1, names) for at in range(settings.adapters)]
-            lora = RowLora([slots[at * len(slots) // rows] for at in range(rows)], DEVICE)
-        route = MixedStep(KernelAttention(cache, tables), lora)
+            of_rows = [slots[at * len(slots) // rows] for at in range(rows)]
+            experts = experts_of_step(units_of(base.targets), of_rows, [False] * rows, rows, DEVICE)
+        route = MixedStep(KernelAttention(cache, tables), lora, experts=experts)
         fake.reads.clear()
         fake.log.launches.clear()
         with torch.no_grad(), fake.log:

@@ -122,8 +122,8 @@ def of_experts(item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], T
 def of_steps(item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
     """Yield the kernels of the experts of a decoder step, with their compile-time constants."""
     plain: dict[str, Any] = {"WIDE": False}
-    placed = {"BM": step_expert_operators.PLACED, "BN": step_expert_operators.COMPARED}
-    yield "place_rows", {"KINDS": True, **placed}, Tiles(1, 1, 4, 1)
+    ordered = {"BM": step_expert_operators.SORTED, "BN": step_expert_operators.COMPARED}
+    yield "order_rows", {"KINDS": True, **ordered}, Tiles(1, 1, 4, 1)
     low = shrink_tiles(1, WIDTH, item)
     for by_row, modules in ((False, 2), (True, 2), (True, 1)):
         yield (
@@ -218,7 +218,7 @@ if __name__ == "__main__":
                 "modules": count,
                 "gate": given.get("GATE", 0),
                 "shared": found.metadata.shared,
-                **(resources(found) if kernel.startswith(("expert_", "step_", "place_")) else {}),
+                **(resources(found) if kernel.startswith(("expert_", "step_", "order_")) else {}),
                 "narrow_loads": ptx.count("ld.global.b16"),
                 "wide_copies": ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor"),
             }

@@ -84,18 +84,17 @@ def adapter_table(slots: Iterable[Slot | None], rows: int) -> np.ndarray:
     for slot, same in groupby(slots):
         own = slice(start, start + len(list(same)))
         if slot is not None:
-            entries[own] = entry_of(slot)
+            rank, is_own = slot.pool.layout.kind
+            entries[own] = rank, address_of(slot), is_own
         numbers[own] = number_by_slot.setdefault(id(slot), start)
         start = own.stop
     numbers[start:] = start
     return table
 
 
-def entry_of(slot: Slot) -> tuple[int, int, bool]:
-    """Return rank, address and kind of a slot."""
-    pool = slot.pool
-    rank, is_own = pool.layout.kind
-    return rank, pool.flat.data_ptr() + slot.index * pool.slot_bytes, is_own
+def address_of(slot: Slot) -> int:
+    """Return the address of a slot, which changes when its pool is reallocated."""
+    return slot.pool.flat.data_ptr() + slot.index * slot.pool.slot_bytes
 
 
 class StepExperts:
@@ -129,7 +128,7 @@ class StepExperts:
         entries, slots = self._table[:edge].view(-1, 3), self._table[edge:]
         rank, has_shared, has_own = self._sizes
         experts, (tokens, chosen) = len(base.down), index.shape
-        positions, rows, bounds = OPS.step_place(index, self._is_prompt, slots, experts)
+        positions, rows, bounds = OPS.step_rows(index, self._is_prompt, slots, experts)
         tiles = [
             OPS.expert_tiles(
                 bounds[at * experts : (at + 1) * experts + 1],

@@ -19,13 +19,13 @@ from cotrain_workers.engine.spec import aligned
 #: Rows of a tile of generated tokens, of which an expert has few, and of prompts.
 ROW_ROWS, PROMPT_ROWS = 16, 64
 RUN = 16  # rows of one product with LoRA matrices, at most
-PLACED, COMPARED = 32, 128  # pairs of one program that sorts, and those that it compares them with at once
+SORTED, COMPARED = 32, 128  # pairs of one program that sorts, and those that it compares them with at once
 COMBINED = 1024  # columns of a program that adds the experts of a token
 
 _SLOTS = "Tensor slots, Tensor entries"
 SCHEMAS = {
     # positions [P], rows [3, P], bounds [groups + 1, 1]; `kinds` [T] doubles the number of experts
-    "step_place": "(Tensor index, Tensor? kinds, Tensor slots, int experts) -> Tensor[]",
+    "step_rows": "(Tensor index, Tensor? kinds, Tensor slots, int experts) -> Tensor[]",
     # into low, by token, or with `rows` by row; then `slots` are those of the rows. Units: of two modules, which read x by
     # token, or of both kinds of slots for one module
     "step_shrink": f"(Tensor x, Tensor? rows, {_SLOTS}, int[] units, int modules, int rank, Tensor(a!) low) -> ()",
@@ -45,14 +45,14 @@ def row_tiles(height: int, item: int, *, gated: bool) -> Tiles:
     return Tiles(columns, 64, 4, 4 if height == ROW_ROWS else 3)
 
 
-def place(index: torch.Tensor, kinds: torch.Tensor | None, slots: torch.Tensor, experts: int) -> list[torch.Tensor]:
-    """Return the row of each pair, what the rows are, and the first row of each expert of each kind."""
+def sort_rows(index: torch.Tensor, kinds: torch.Tensor | None, slots: torch.Tensor, experts: int) -> list[torch.Tensor]:
+    """Return the row of each pair, the table of rows, and the first row of each expert of each kind."""
     index = index.contiguous()
     positions, rows, bounds = outs = _new_rows(index, kinds, slots, experts)
     groups, count = len(bounds) - 1, index.numel()
-    _programs().place_rows[(-(-(count + groups + 1) // PLACED),)](
+    _programs().order_rows[(-(-(count + groups + 1) // SORTED),)](
         index, slots if kinds is None else kinds, slots, positions, rows, bounds, count, experts, groups,
-        index.shape[1], KINDS=kinds is not None, BM=PLACED, BN=COMPARED,
+        index.shape[1], KINDS=kinds is not None, BM=SORTED, BN=COMPARED,
     )  # fmt: skip
     return outs
 
@@ -141,6 +141,6 @@ def _new_sums(y: torch.Tensor, _low: Any, _positions: Any, shares: torch.Tensor,
 
 register(
     SCHEMAS,
-    (place, shrink, expand, combine),
+    (sort_rows, shrink, expand, combine),
     (_new_rows, no_result, no_result, _new_sums),
 )

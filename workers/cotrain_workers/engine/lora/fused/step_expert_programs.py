@@ -46,7 +46,7 @@ def matrix_in_slot(entry, unit, expert, rank, width, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def place_rows(
+def order_rows(
     index, kinds, slots, positions, rows, bounds, count, experts, groups, chosen,
     KINDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -86,9 +86,9 @@ def step_shrink(
 ):  # fmt: skip
     """Write `low = x A^T` of one module for the run that begins at a row; other rows have no work.
 
-    With two modules, gate and up, slots are of one kind, and the others are skipped: without `BY_ROW` A is shared, and `x`
-    and `low` have a row for each token. With it, `low` has the rows of pairs after those of tokens. The units are those
-    of the modules. With one module, down, slots are of both kinds, which have a unit each.
+    The two modules gate and up have a unit each, and skip slots of one kind. Without `BY_ROW` A is shared, and `x` and
+    `low` have a row for each token. With it, `low` has the rows of pairs after those of tokens. The module down computes
+    slots of both kinds, which have a unit each.
     """
     first = tl.program_id(0)
     module, begin = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES * BC
