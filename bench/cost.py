@@ -168,7 +168,7 @@ def flops(launch: Launch) -> float:
             return 2.0 * int(rows[0]) * len(weights) * size(weights[0][1:])
         case "step_expand":
             # Each expert has equally many rows, each of which is multiplied once.
-            pairs, weights = int(launch.args[5][1]), launch.args[1]
+            pairs, weights = int(launch.args[6][1]), launch.args[1]
             return 2.0 * pairs * len(weights) * size(weights[0][1:])
         case "lora_expand_back":
             return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))

@@ -20,7 +20,7 @@ from typing import Any
 
 from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.lora.fused import step_expert_operators
-from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
+from cotrain_workers.engine.lora.fused.operators import BAND, CLAMPED, GELU, SILU
 from cotrain_workers.engine.lora.fused.step_expert_operators import PROMPT_ROWS, ROW_ROWS, RUN, row_tiles
 from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
@@ -42,7 +42,7 @@ WIDTH = 4096
 TYPES = {
     **dict.fromkeys(["tiles", "owners", "members", "spans", "bounds"], "*i32"),
     **{"positions": "*i64", "shares": "*fp32"},
-    **dict.fromkeys(["pitch", "experts", "segments", "chosen"], "i32"),
+    **dict.fromkeys(["pitch", "experts", "segments", "chosen", "bias_pitch"], "i32"),
     **{"entries": "*i64", "scales": "*fp32"},
     **dict.fromkeys(["stride", "height", "inputs", "columns", "width0", "width1", "width2"], "i32"),
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
@@ -104,8 +104,8 @@ def of_experts(item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], T
     yield "find_tiles", {"EXPERTS": 128, "SEGMENTS": 128, "BM": ROWS}, Tiles(1, 1, 4, 1)
     size = expert_tiles(WIDTH, item, tma=tma)
     tile = {**plain, "BM": ROWS, "BN": size.columns, "BK": size.depth, "BR": RANK, "BAND": BAND}
-    for gate in (0, SILU, GELU):
-        yield "expert_expand", {**tile, "GATE": gate, "TMA": tma}, size
+    for gate in (0, SILU, GELU, CLAMPED):
+        yield "expert_expand", {**tile, "GATE": gate, "TMA": tma, "BIASED": gate == CLAMPED}, size
         modules = 1 if gate else 2
         yield "expert_expand_back", {**tile, "GATE": gate, "TMA": tma, "MODULES": modules}, size
     low, gradient = (each(1, WIDTH, item) for each in (shrink_tiles, gradient_tiles))
@@ -132,10 +132,10 @@ def of_steps(item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
             low,
         )
     for height in (ROW_ROWS, PROMPT_ROWS):
-        for gate in (0, SILU, GELU):
+        for gate in (0, SILU, GELU, CLAMPED):
             size = row_tiles(height, item, gated=gate != 0)
             tile = {"BM": height, "BN": size.columns, "BK": size.depth, "BR": RANK}
-            yield "step_expand", {**plain, **tile, "GATE": gate, "PLUS": True}, size
+            yield "step_expand", {**plain, **tile, "GATE": gate, "PLUS": True, "BIASED": gate == CLAMPED}, size
     combined = {"BN": step_expert_operators.COMBINED, "BR": RANK}
     yield "step_combine", combined, Tiles(1, 1, 4, 1)
 

@@ -77,6 +77,7 @@ def shrink(
 def expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
     gate: int,
     low: torch.Tensor,
     shares: torch.Tensor,
@@ -99,6 +100,8 @@ def expand(
             found = []
             for module, weight in enumerate(weights):
                 value = weight[expert].float() @ x[token if gate else row].float()
+                if biases:
+                    value += biases[module][expert].float()
                 if plus and rank and (gate or kind):
                     b = matrix(entries[slot], units[2 * kind + module], expert, aligned(width), low)[:, :width]
                     at = row if not gate else len(shares) + row if kind else token

@@ -30,6 +30,7 @@ def shrink(
 def expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    _biases: Any,
     _gate: int,
     low: torch.Tensor,
     shares: torch.Tensor,

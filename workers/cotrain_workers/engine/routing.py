@@ -256,11 +256,23 @@ class ExpertWeights(NamedTuple):
     gate_up: torch.Tensor  # [experts, 2 * inner, width], the rows of the gate first
     down: torch.Tensor  # [experts, width, inner]
     gate: int
+    gate_up_bias: torch.Tensor | None = None  # [experts, 2 * inner]
+    down_bias: torch.Tensor | None = None  # [experts, width]
 
     @property
     def gate_and_up(self) -> list[torch.Tensor]:
         """Weights of gate and up, `[experts, inner, width]`."""
         return list(self.gate_up.chunk(2, dim=1))
+
+    @property
+    def gate_biases(self) -> list[torch.Tensor]:
+        """Biases of gate and up, `[experts, inner]`; empty if there are none."""
+        return [] if self.gate_up_bias is None else list(self.gate_up_bias.chunk(2, dim=1))
+
+    @property
+    def down_biases(self) -> list[torch.Tensor]:
+        """Bias of down; empty if there is none."""
+        return [] if self.down_bias is None else [self.down_bias]
 
 
 class StepRoute(Protocol):
@@ -312,6 +324,7 @@ class Router:
     def __init__(self) -> None:
         self.linears: dict[str, LinearWeights] = {}  # by name
         self.unfused_experts = ""  # reason why no kernel computes the experts, if there is one
+        self.expert_gate = 0  # number of the kernel of their gate
         self.step: StepRoute | None = None  # set while a decoder step runs
         self.step_images: ImageRows | None = None  # of that step
         self._route: Route | None = None

@@ -12,7 +12,7 @@ import torch
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, filling_of, slot_layout
 from cotrain_workers.engine.decoding.step import MixedStep, RowLora
 from cotrain_workers.engine.decoding.step_experts import StepExperts, Units, experts_of_step, units_of
-from cotrain_workers.engine.lora.fused.operators import missing_kernels
+from cotrain_workers.engine.lora.fused.operators import SILU, missing_kernels
 from cotrain_workers.engine.lora.self_check import TOLERANCE
 from cotrain_workers.engine.model.attention import NARROW
 from cotrain_workers.engine.model.base_model import BaseModel
@@ -24,6 +24,7 @@ from cotrain_workers.engine.model.kernel_check import (
     RandomExperts,
     Tokens,
     agrees,
+    random_experts,
     random_tokens,
 )
 from cotrain_workers.engine.spec import AdapterSpec, has_experts
@@ -53,11 +54,11 @@ def fused_units(base: BaseModel) -> Mapping[str, Units]:
     if reason:
         log.warning("Decoding is slow here, a loop over experts and adapters: %s", reason)
         return {}
-    return units_of(base.targets) if experts_are_right(weight.device, weight.dtype) else {}
+    return units_of(base.targets) if experts_are_right(weight.device, weight.dtype, base.router.expert_gate) else {}
 
 
-def experts_are_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernels match the loop over experts and adapters; a failure or a mismatch is logged.
+def experts_are_right(device: torch.device, dtype: torch.dtype, gate: int = SILU) -> bool:
+    """Return True if the kernels with a gate match the loop over experts and adapters; a failure or a mismatch is logged.
 
     Raises DeviceLost.
     """
@@ -65,18 +66,18 @@ def experts_are_right(device: torch.device, dtype: torch.dtype) -> bool:
     sizes = [SIZES, WIDE_SIZES] if device.type == "cuda" else [SIZES]
 
     def measure() -> float:
-        return max(difference(device, dtype, own) for own in sizes)
+        return max(difference(device, dtype, own, gate) for own in sizes)
 
     what = "The decoder's kernel of experts, without which it is slow,"
     return agrees(what, device, TOLERANCE[dtype], measure)
 
 
-def difference(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES) -> float:
+def difference(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES, gate: int = SILU) -> float:
     """Return the largest difference of kernels from the loop, relative to the largest value.
 
     Rows are generated tokens, rows of prompts, and both in turn.
     """
-    module = RandomExperts(sizes, device, dtype, EXPERTS)
+    module = random_experts(gate, sizes, device, dtype, EXPERTS)
     adapters = random_slots(module, SPECS)
     slots = [None if each is None else adapters[each] for each in ROWS]
     tokens = random_tokens(module, len(slots) + 3)

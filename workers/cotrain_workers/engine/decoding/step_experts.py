@@ -139,11 +139,18 @@ class StepExperts:
         ]
 
         def expand(
-            x: torch.Tensor, weights: list[torch.Tensor], gate: int, low: torch.Tensor, b: list[int], *, plus: bool
+            x: torch.Tensor,
+            weights: list[torch.Tensor],
+            biases: list[torch.Tensor],
+            gate: int,
+            low: torch.Tensor,
+            b: list[int],
+            *,
+            plus: bool,
         ) -> torch.Tensor:
             y = x.new_empty(tokens * chosen, weights[0].shape[1])
             for kind, own in zip(self._kinds, tiles, strict=True):
-                OPS.step_expand(x, weights, gate, low, shares, rows, own, entries, b, plus, kind.height, y)
+                OPS.step_expand(x, weights, biases, gate, low, shares, rows, own, entries, b, plus, kind.height, y)
             return y
 
         low = x.new_empty(tokens * (1 + chosen) if has_own else tokens, 2 * rank)
@@ -152,11 +159,11 @@ class StepExperts:
         if has_own:
             OPS.step_shrink(x, rows, rows[2], entries, units.own_a[:2], 2, rank, low)
         b = [*units.shared_b[:2], *units.own_b[:2]]
-        inner = expand(x, base.gate_and_up, base.gate, low, b, plus=rank > 0)
+        inner = expand(x, base.gate_and_up, base.gate_biases, base.gate, low, b, plus=rank > 0)
         low = x.new_empty(tokens * chosen, rank)
         if rank:
             OPS.step_shrink(inner, rows, rows[2], entries, [units.shared_a[2], units.own_a[2]], 1, rank, low)
-        y = expand(inner, [base.down], 0, low, [0, 0, units.own_b[2], 0], plus=has_own)
+        y = expand(inner, [base.down], base.down_biases, 0, low, [0, 0, units.own_b[2], 0], plus=has_own)
         out: torch.Tensor = OPS.step_combine(y, low, positions, shares, slots, entries, units.shared_b[2])
         return out
 

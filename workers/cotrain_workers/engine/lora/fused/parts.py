@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 HEAD = tl.constexpr(4)
+#: Of the gate of gpt-oss.
+LIMIT, STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
 
 
 @triton.jit
@@ -188,6 +190,33 @@ def add_segments(
             found = plus_product(found, left, right, WIDE)
         total += tl.load(scales + segment) * found
     tl.store(out, total, mask=mask)
+
+
+@triton.jit
+def gate_parts(gate, up, GATE: tl.constexpr):
+    """Return the gate's value and its derivative, and the factor that `up` becomes, and its derivative.
+
+    `GATE` is 1 for SiLU, 2 for GELU and 3 for that of gpt-oss, which limits both values and adds 1 to `up`.
+    """
+    value, slope = gate, gate
+    factor, rise = up, tl.full(up.shape, 1.0, tl.float32)
+    if GATE == 3:
+        # Not by minimum and maximum, which would hide a NaN.
+        limited = tl.where(gate > LIMIT, LIMIT, gate)
+        share = tl.sigmoid(limited * STEEPNESS)
+        value = limited * share
+        slope = tl.where(gate > LIMIT, 0.0, share + value * STEEPNESS * (1.0 - share))
+        factor = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        rise = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)
+    else:
+        value, slope = activated(gate, GATE == 2)
+    return value, slope, factor, rise
+
+
+@triton.jit
+def plus_bias(total, bias, first, outs, inside):
+    """Return `total` plus a bias that begins at `first`."""
+    return total + tl.load(bias + first + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

@@ -29,9 +29,9 @@ SCHEMAS = {
     # into low, by token, or with `rows` by row; then `slots` are those of the rows. Units: of two modules, which read x by
     # token, or of both kinds of slots for one module
     "step_shrink": f"(Tensor x, Tensor? rows, {_SLOTS}, int[] units, int modules, int rank, Tensor(a!) low) -> ()",
-    # `gate`: 0 for one module, whose rows are multiplied with `shares`, or SILU or GELU for two. Units: of the modules in
+    # `gate`: 0 for one module, whose rows are multiplied with `shares`, or SILU, GELU or CLAMPED for two. Units: of the modules in
     # slots of kind 0, then of kind 1
-    "step_expand": "(Tensor x, Tensor[] weights, int gate, Tensor low, Tensor shares, Tensor rows, Tensor tiles, "
+    "step_expand": "(Tensor x, Tensor[] weights, Tensor[] biases, int gate, Tensor low, Tensor shares, Tensor rows, Tensor tiles, "
     "Tensor entries, int[] units, bool plus, int height, Tensor(a!) y) -> ()",
     "step_combine": f"(Tensor y, Tensor low, Tensor positions, Tensor shares, {_SLOTS}, int unit) -> Tensor",
 }
@@ -82,6 +82,7 @@ def shrink(
 def expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
     gate: int,
     low: torch.Tensor,
     shares: torch.Tensor,
@@ -97,10 +98,11 @@ def expand(
     _, width, inputs = weights[0].shape
     size = row_tiles(height, x.element_size(), gated=gate != 0)
     count = len(tiles) - 1
+    first, last = (biases[0], biases[-1]) if biases else (low, low)
     _programs().step_expand[(max(count, 1), -(-width // size.columns))](
-        x, weights[0], weights[-1], low, y, shares, rows, tiles, entries, *units, inputs, width, pitch(weights[0]),
-        aligned(width), low.shape[1], shares.shape[1], rows.shape[1], len(shares), count,
-        GATE=gate, PLUS=plus, WIDE=programs_module().INTERPRETED,
+        x, weights[0], weights[-1], first, last, low, y, shares, rows, tiles, entries, *units, inputs, width,
+        pitch(weights[0]), first.stride(0), aligned(width), low.shape[1], shares.shape[1], rows.shape[1], len(shares), count,
+        BIASED=bool(biases), GATE=gate, PLUS=plus, WIDE=programs_module().INTERPRETED,
         BM=height, BN=size.columns, BK=size.depth, BR=RANK, num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ Tables (`decoding/step_experts.py`), on the device:
 
 In a slot of rank r, a matrix begins at r / 8 of its `unit`, and the matrices of a layer's experts are adjacent. B is
 transposed, and multiplied with the scale. `low` contains `x A^T` of each module. Shared matrices are multiplied by token:
-A before the experts, B after the sum over a token's experts. `GATE` is 0 without a gate, 1 for SiLU and 2 for GELU.
+A before the experts, B after the sum over a token's experts. `GATE` is 0 without a gate, else that of `gate_parts`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import triton.language as tl
 
 from cotrain_workers.engine.lora.fused.expert_programs import FIELDS
 from cotrain_workers.engine.lora.fused.parts import (
-    activated,
     aligned_weights,
+    gate_parts,
+    plus_bias,
     plus_low_rank,
     plus_outputs,
     write_low,
@@ -161,14 +162,14 @@ def plus_runs(
 
 @triton.jit(do_not_specialize=COUNTS)
 def step_expand(
-    x, w0, w1, low, y, shares, rows, tiles, entries, unit0, unit1, unit2, unit3, inputs, width, pitch, b_width, columns,
-    chosen, count, tokens, tile_count,
-    GATE: tl.constexpr, PLUS: tl.constexpr, WIDE: tl.constexpr,
+    x, w0, w1, bias0, bias1, low, y, shares, rows, tiles, entries, unit0, unit1, unit2, unit3, inputs, width, pitch,
+    bias_pitch, b_width, columns, chosen, count, tokens, tile_count,
+    BIASED: tl.constexpr, GATE: tl.constexpr, PLUS: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Write `y = act(x W0^T + low B0^T) * (x W1^T + low B1^T)` of the rows of a tile; `x` has a row for each token.
+    """Write the gated product of `x W^T + low B^T + b` of both modules for a tile; `x` has a row for each token.
 
-    Without a gate, write `(x W0^T + low B0^T) * share`; `x` has a row for each pair. LoRA is added with `PLUS` only. The
+    Without a gate, write `(x W^T + low B^T + b) * share` of one; `x` has a row for each pair. LoRA is added with `PLUS` only. The
     units are those of B of both modules in slots of kind 0, then of kind 1.
     """
     tile = tiles + FIELDS * tl.program_id(0)
@@ -201,11 +202,15 @@ def step_expand(
             total, other, x, w0, w1, x, w0, w1, sources, live, 0, expert * pitch, outs, start, inside, inputs,
             GATE, False, WIDE, BK,
         )  # fmt: skip
+        if BIASED:
+            total = plus_bias(total, bias0, expert * bias_pitch, outs, inside)
+            if GATE:
+                other = plus_bias(other, bias1, expert * bias_pitch, outs, inside)
         kind: tl.constexpr = low.dtype.element_ty
         if GATE:
             # Rounded like in training.
-            value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
-            total = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
+            value, _, factor, _ = gate_parts(total.to(kind).to(tl.float32), other.to(kind).to(tl.float32), GATE)
+            total = value.to(kind).to(tl.float32) * factor
         else:
             total = total * tl.load(shares + pairs, mask=live, other=0.0).to(tl.float32)[:, None]
         cells = numbers[:, None] * width + outs[None, :]

@@ -19,7 +19,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 #: Largest spill of one thread of an attention kernel, for prompts with heads of 256 values.
 SPILLED_BYTES = 160
 #: The same of a product of experts. Gates and their gradients take more registers than there are.
-SPILLED_BY_GATES = 800
+SPILLED_BY_GATES = 640
 #: The same of experts in a decoder step: a gate with tiles of prompts on an A100.
 SPILLED_IN_STEPS = 8
 
@@ -39,7 +39,7 @@ def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
 
     assert ran.returncode == 0, ran.stderr[-2000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(rows) == 36 + 24 + 13 + 11
+    assert len(rows) == 36 + 24 + 15 + 13
     assert all(row["shared"] <= SHARED_BYTES[arch] for row in rows), rows
     # Without the hint of alignment, each value of a LoRA matrix is loaded by itself.
     assert not any(row["narrow_loads"] for row in rows if "shrink" in row["kernel"]), rows
