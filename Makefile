@@ -88,7 +88,8 @@ $(VENV)/.chart-installed: $(INSTALLED)
 	@touch $@
 
 test-kernels: $(VENV)/.kernels-installed ## Run the engine's GPU kernels in Triton's interpreter, on the CPU (690 MB more)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(ARGS) tests/unit/workers/engine/lora/fused tests/unit/workers/engine/decoding/test_page_kernel.py tests/unit/workers/engine/decoding/test_lora_kernel.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(ARGS) tests/unit/workers/engine/lora/fused \
+	  $(addprefix tests/unit/workers/engine/decoding/test_,page_kernel.py lora_kernel.py step_experts.py)
 
 $(VENV)/.kernels-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group kernels
