@@ -100,7 +100,7 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
                 for where, found in zip(("", "_outside"), by_op(one.log, two.log), strict=True)
             },
         }  # fmt: skip
-    own = Args(**{**vars(settings), "backend": "seg"})
+    own = Args(**{**vars(settings), "backend": "fused"})
     head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
     one, two = (decode(shape, layers, own) for layers in LAYERS)
     layer, _ = split(cost_of(one.log), cost_of(two.log))
@@ -173,8 +173,8 @@ def flops(launch: Launch) -> float:
             return 2.0 * pairs * len(weights) * size(weights[0][1:])
         case "lora_expand_back":
             return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
-        case "mm" | "bmm" | "linear":
-            left, right = shapes[0], shapes[1]
+        case "mm" | "bmm" | "linear" | "addmm_":
+            left, right = shapes[-2:]
             return 2.0 * size(left) * int(right[0 if launch.name == "linear" else -1])
         case _:
             return 0.0

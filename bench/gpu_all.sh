@@ -52,7 +52,7 @@ smoke() {
 }
 
 kernels() {
-    part 60 kernels "$python" -m bench kernel_rates --out "$out"
+    part 90 kernels "$python" -m bench kernel_rates --out "$out"
     part 60 expert_kernels "$python" -m bench kernel_rates --size 30b-a3b --rows 2048,8192 --out "$out"
 }
 
@@ -86,7 +86,9 @@ sanitizer() {
         part 60 "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -c '
 import torch
 from cotrain_workers.engine.model import kernel_check
-from cotrain_workers.engine.lora.self_check import disagreement
+from cotrain_workers.engine.decoding.lora_kernel import lora_kernel_is_right
+from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
+print(lora_kernel_is_right(TARGETS, torch.device("cuda"), torch.bfloat16))
 print(disagreement(torch.device("cuda"), torch.bfloat16))
 print(kernel_check.disagreement(torch.device("cuda"), torch.bfloat16))'
     done

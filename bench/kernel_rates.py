@@ -7,6 +7,9 @@ With `--size 30b-a3b` the products are those of the experts, next to `grouped_mm
 It needs a CUDA device, torch, Triton, transformers and numpy, and no model. Products are given in TFLOP/s, next to
 cuBLAS on the same matrices. Products with LoRA matrices only are given in GB/s of the wide operand, which is read
 once. Times are medians of `triton.testing.do_bench`, which empties the L2 cache before each call.
+
+Then follow the parts of a decode step of 128 sequences of 1k, in us and GB/s (`bench/support/decode_rates.py`): LoRA,
+the base model's products, and attention.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from bench.support.decode_rates import NAMES, decode_rates, targets_of
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.record import Args, Options, Report, show
 from bench.support.roofline import copy_bandwidth, matmul_flops
@@ -30,7 +34,7 @@ from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
 RANK = 16
 SEGMENTS = (1, 4, 32)
-NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DECODE_ADAPTERS = (8, 64)
 CUDA = torch.device("cuda")
 
 OPTIONS: Options = {
@@ -48,6 +52,11 @@ def run(args: Args, report: Report) -> None:
             for modules, rates in rates_of_layer(args.size, rows, segments):
                 report["rows"].append(show({"rows": rows, "adapters": segments, "modules": modules, **rates}))
                 report.write()
+    report["decode"] = []
+    for adapters in DECODE_ADAPTERS if args.size in SHAPES else ():
+        for row in decode_rates(SHAPES[args.size], adapters, CUDA):
+            report["decode"].append(show(row))
+            report.write()
 
 
 def rates_of_layer(size: str, rows: int, segments: int) -> Iterator[tuple[str, dict[str, float]]]:
@@ -74,10 +83,7 @@ class Group:
 
 def groups_of(shape: Shape, rows: int, segments: int) -> Iterator[Group]:
     """Yield the groups of one layer with random values, the rows shared equally by adapters of rank 16."""
-    targets = [
-        Target(f"0.{'mlp' if at > 3 else 'self_attn'}.{name}", "mlp" if at > 3 else "attn", *sizes)
-        for at, (name, sizes) in enumerate(zip(NAMES, shape.linears, strict=True))
-    ]
+    targets = targets_of(shape)
     groups = plan_groups(targets)
     adapters = adapters_of(targets, rows, segments)
     tables = make_tables(adapters, rows, groups, CUDA)

@@ -84,7 +84,7 @@ class Reason(Enum):
 
     # The server cannot serve the request now.
     BASE_MODEL_STARTING = 503, "The first worker of this base model is still starting. Retry later.", 10.0
-    DISK_RESERVE_REACHED = 503, "The server's disk is almost full.", 30.0
+    DISK_RESERVE_REACHED = 503, "The server's disk is almost full. Requests continue once its operator has freed space.", 30.0
     STORE_UNAVAILABLE = 503, "Redis does not respond, or rejects writes. Retry later.", 1.0
     BODY_SWEPT = 503, "The request body expired before the request was accepted. Send it again.", 1.0
     SHUTTING_DOWN = 503, "This server process is shutting down. Send the request again.", 1.0

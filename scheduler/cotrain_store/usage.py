@@ -108,12 +108,10 @@ def cycle_counts(
     record: Mapping[str, Any], usage: Mapping[RunId, RunUsage], tenant_by_run: Mapping[RunId, TenantId]
 ) -> dict[str, float]:
     """Return the counts of a cycle, computed from its history record."""
-    tokens = record.get("tokens", 0)
-    padded = record.get("padded_tokens") or tokens
     counts: dict[str, float] = {
         "cycles": 1,
-        "tokens": tokens,
-        "padding_tokens": padded - tokens,
+        "tokens": record.get("tokens", 0),
+        "padding_tokens": (record.get("padded_tokens") or 0) - (record.get("computed_tokens") or 0),
         "train_s": (record.get("wave_ms") or 0) / 1000,
         "optim_s": (record.get("optim_ms") or 0) / 1000,
     }

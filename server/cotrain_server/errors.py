@@ -66,6 +66,8 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
     """Return pydantic's first error, with the field's path and without its value."""
     first = errors[0]
     path, found = _path(first["loc"]), first["msg"].removeprefix("Value error, ")
+    if first.get("type") == "extra_forbidden":
+        found = "There is no field of this name"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{path}: {found}{more}." if path else f"{found}{more}."
 

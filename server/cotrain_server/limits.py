@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 512 * 1024**2
 #: Uploads that are received at once; one is unpacked at a time.
 MAX_UPLOADS = 2
 
-FAILURES_PER_MINUTE = 10
+WRONG_KEYS_PER_MINUTE = 10
 _WINDOW_S = 60.0
 _ADDRESSES_KEPT = 10_000
 
@@ -136,7 +136,7 @@ class TenantSlots:
                 del self._count_by_tenant[tenant], self._slots_by_tenant[tenant]
 
 
-class FailureCounter:
+class WrongKeyCounter:
     """Counts of wrong keys per address. A valid key always passes, because an office may share one address."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -144,12 +144,12 @@ class FailureCounter:
         self._times_by_address: OrderedDict[str, deque[float]] = OrderedDict()
 
     def count(self, address: str) -> None:
-        """Count one failure. Raises TooManyFailures after FAILURES_PER_MINUTE of them."""
+        """Count one wrong key. Raises TooManyFailures after WRONG_KEYS_PER_MINUTE of them."""
         now = self._clock()
-        times = self._times_by_address.setdefault(address, deque(maxlen=FAILURES_PER_MINUTE))
+        times = self._times_by_address.setdefault(address, deque(maxlen=WRONG_KEYS_PER_MINUTE))
         self._times_by_address.move_to_end(address)
         if len(self._times_by_address) > _ADDRESSES_KEPT:
             self._times_by_address.popitem(last=False)
-        if len(times) == FAILURES_PER_MINUTE and now - times[0] < _WINDOW_S:
+        if len(times) == WRONG_KEYS_PER_MINUTE and now - times[0] < _WINDOW_S:
             raise TooManyFailures
         times.append(now)

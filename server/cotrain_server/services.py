@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from cotrain_server.limits import MAX_UPLOADS, FailureCounter, TenantSlots, TenantUse, body_memory, tenant_requests
+from cotrain_server.limits import MAX_UPLOADS, TenantSlots, TenantUse, WrongKeyCounter, body_memory, tenant_requests
 from cotrain_server.parser import Parser
 from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer
@@ -74,7 +74,7 @@ class Services:
     webhooks: Webhooks
     run_labels: RunLabels
     refusals: Refusals
-    failures: FailureCounter = field(default_factory=FailureCounter)
+    wrong_keys: WrongKeyCounter = field(default_factory=WrongKeyCounter)
     polls_by_tenant: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_POLLS))
     body_memory: TenantUse = field(default_factory=body_memory)
     tenant_requests: TenantUse = field(default_factory=tenant_requests)

@@ -298,3 +298,11 @@ def test_a_tenant_watches_its_own_runs_and_the_operator_all(cotrain: Run, paths:
     assert "ready" in shown
     assert str(pool["cycles"][0]["cycle"]) in shown
     assert server.base_model in cotrain("top").stdout
+
+
+def test_a_webhook_is_set_shown_and_removed(cotrain: Run) -> None:
+    assert read(cotrain("webhooks", "set", "https://hooks.invalid/x", "--json"))["secret"].startswith("whsec_")
+    assert read(cotrain("webhooks", "show", "--json"))["url"] == "https://hooks.invalid/x"
+    assert read(cotrain("webhooks", "remove", "--json")) == {"removed": True}
+    gone = cotrain("webhooks", "show")
+    assert (gone.exit_code, "No webhook is set" in gone.stderr) == (1, True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.decoding.lora_kernel import lora_kernel_is_right
 from cotrain_workers.engine.decoding.page_kernel import kernel_is_right
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import unfused
@@ -19,6 +20,7 @@ from cotrain_workers.engine.model.attention import flash_in_use, needs_copies, v
 from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.ops import Failure, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.spec import Target
 from tests.support.decoding import graph_report, output, request
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX
@@ -60,6 +62,16 @@ def test_flash_attention_copies_no_keys_and_values(window: int | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_a_kernel_decodes_over_pages(softcap: float | None) -> None:
     assert kernel_is_right(KvShape(1, 8, 128), 32, 256, CUDA, torch.bfloat16, softcap)
+
+
+def test_a_kernel_adds_lora_to_the_modules_of_an_8b_model() -> None:
+    attention = [
+        Target(f"0.self_attn.{name}_proj", "attn", 4096, size) for name, size in (("q", 4096), ("k", 1024), ("v", 1024))
+    ]
+    mlp = [Target(f"0.mlp.{name}_proj", "mlp", 4096, 12_288) for name in ("gate", "up")]
+    down = Target("0.mlp.down_proj", "mlp", 12_288, 4096)
+
+    assert lora_kernel_is_right([*attention, *mlp, down], CUDA, torch.bfloat16)
 
 
 def test_lora_is_fused_with_the_base_models_products() -> None:

@@ -19,7 +19,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.redis_keys import log
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.tenants.checkpoints import Checkpoints
 from cotrain_workers.checkpoints.files import CheckpointFiles

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from bench.support import processes as edges
-from cotrain_server.limits import FAILURES_PER_MINUTE
+from cotrain_server.limits import WRONG_KEYS_PER_MINUTE
 from tests.integration.test_http_attacks import Address, answers, api_process
 from tests.support.http_api import ALICE
 from tests.support.redis_server import EmbeddedRedis
@@ -72,10 +72,10 @@ def test_the_edge_limits_clients_and_states_their_address(
         # The API counts wrong keys of the client's address, which the edge states.
         forged = [
             {"X-API-Key": f"tml-guess{number}", "X-Forwarded-For": f"192.0.2.{number}"}
-            for number in range(FAILURES_PER_MINUTE + 1)
+            for number in range(WRONG_KEYS_PER_MINUTE + 1)
         ]
         statuses = [http.get("/status", headers=headers).status_code for headers in forged]
-        assert statuses == [401] * FAILURES_PER_MINUTE + [429]
+        assert statuses == [401] * WRONG_KEYS_PER_MINUTE + [429]
 
         # Of both headers, the API and the edge read the same one.
         keys = {"X-API-Key": ALICE, "Authorization": "Bearer tml-other"}

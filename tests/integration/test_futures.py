@@ -18,7 +18,8 @@ from cotrain_store.messages.ids import OpId, RequestId, TenantId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.results.delivery_log import READ_AFTER_S, DeliveryLog
-from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
+from cotrain_store.results.futures import Futures
+from cotrain_store.results.pending import GAP_NOTICE_S, NO_WORKER, Pending
 from cotrain_store.results.queue_notice import not_yet_here, still_waiting
 from cotrain_store.tenants.records import Records
 from tests.support import lives
@@ -240,7 +241,7 @@ async def test_a_gap_is_named_at_once_and_is_a_warning_after_two_minutes(log: Lo
         log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
         answer = await futures.wait(A, request_id(run.id, 4), 0.01)
         assert answer == Pending("paused_capacity", still_waiting(1, 900 - GAP_NOTICE_S - 1))
-        assert await futures.gap_notice(POOL, run.id) == answer.reason
+        assert await futures.reasons.gap_notice(POOL, run.id) == answer.reason
         await log.submit(run, 1)
         assert await futures.wait(A, request_id(run.id, 1), 0.01) == NO_WORKER
 

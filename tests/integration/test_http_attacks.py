@@ -29,7 +29,7 @@ from bench.neighbours.attacks import (
 )
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
-from cotrain_server.limits import FAILURES_PER_MINUTE, tenant_requests
+from cotrain_server.limits import WRONG_KEYS_PER_MINUTE, tenant_requests
 from cotrain_server.parser import ChildProcess
 from cotrain_store import redis_keys
 from cotrain_store.redis_client.clients import BatchingRedis
@@ -242,9 +242,9 @@ def test_only_trusted_proxies_may_set_the_client_address(
                 address, "/status", "Host: x", "X-API-Key: tml-guessed",
                 f"X-Forwarded-For: 192.0.2.{number}",
             )
-            for number in range(FAILURES_PER_MINUTE + 1)
+            for number in range(WRONG_KEYS_PER_MINUTE + 1)
         ]  # fmt: skip
-        assert statuses == [401] * FAILURES_PER_MINUTE + [last]
+        assert statuses == [401] * WRONG_KEYS_PER_MINUTE + [last]
         assert status_of(address, "/api/v1/get_server_capabilities", "Host: x", f"X-API-Key: {ALICE}") == 200
 
 

@@ -11,7 +11,7 @@ import jwt
 import pytest
 from tinker.lib._jwt_auth import JwtAuthProvider
 
-from cotrain_server.limits import FAILURES_PER_MINUTE
+from cotrain_server.limits import WRONG_KEYS_PER_MINUTE
 from cotrain_server.signed_tokens import TOKEN_LIFE_S, Signer, Token
 from cotrain_store.messages.ids import TenantId
 from tests.support.http_api import ALICE, BOB, Api, running_api
@@ -183,7 +183,7 @@ async def delete_me(api: Api, key: str) -> int:
 async def test_a_poll_with_an_unknown_key_is_rejected_and_counted_once(api: Api) -> None:
     statuses = [
         (await api.post("retrieve_future", {"request_id": "x"}, "tml-nobody")).status_code
-        for _ in range(FAILURES_PER_MINUTE + 1)
+        for _ in range(WRONG_KEYS_PER_MINUTE + 1)
     ]
-    assert statuses == [401] * FAILURES_PER_MINUTE + [429]
+    assert statuses == [401] * WRONG_KEYS_PER_MINUTE + [429]
     assert (await api.post("retrieve_future", {"request_id": "x"}, ALICE)).status_code == 404

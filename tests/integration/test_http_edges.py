@@ -16,13 +16,16 @@ from starlette.types import Message
 
 from cotrain.wire.codec import PROTOBUF
 from cotrain_server.http import request_body as bodies
+from cotrain_server.http import tenant_routes
 from cotrain_server.routes import status
+from cotrain_server.ui import page
 from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.monitoring.definitions import METRICS, Source
 from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES
 from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.ui import log_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,17 +186,23 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
     own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_api(own_redis.url) as api:
+        await log_in(api.http, OPERATOR["X-API-Key"])
         own_redis.stand_still()
         try:
             with monkeypatch.context() as brief:
-                for module in (collector, status):
+                for module in (collector, status, page):
                     brief.setattr(module, "FLEET_TIMEOUT_S", 0.2)
+                brief.setattr(tenant_routes, "READ_TIMEOUT_S", 0.2)
+                logged_in = await api.http.get("/ui/settings")
+                listed = await api.http.get("/api/v1/admin/workers", headers=OPERATOR)
                 metrics = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text.splitlines()
                 answer = await api.http.get("/status", headers=OPERATOR)
         finally:
             own_redis.go_on()
         assert [line for line in metrics if line.startswith("cotrain_redis_up")] == ["cotrain_redis_up 0.0"]
-        assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+        for waited in (answer, listed):
+            assert (waited.status_code, waited.json()["code"]) == (503, "store_unavailable")
+        assert (logged_in.status_code, "Redis does not respond" in logged_in.text) == (503, True)
         assert (await api.http.get("/status", headers=OPERATOR)).json()["reasons"][0] == "No scheduler is running."
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cotrain_server.app import create_app
-from cotrain_server.limits import FAILURES_PER_MINUTE
+from cotrain_server.limits import WRONG_KEYS_PER_MINUTE
 from cotrain_server.settings import ServerSettings
 from cotrain_store import redis_keys
 from tests.support.draws import variant
@@ -210,8 +210,8 @@ async def test_guessing_the_admin_key_is_throttled(empty_redis: EmbeddedRedis) -
     async with running_api(empty_redis.url, "192.0.2.1") as api:
         guesses = [
             (await api.http.get("/metrics", headers={"X-API-Key": f"{number}"})).status_code
-            for number in range(FAILURES_PER_MINUTE + 1)
+            for number in range(WRONG_KEYS_PER_MINUTE + 1)
         ]
-        assert guesses == [404] * FAILURES_PER_MINUTE + [429]
+        assert guesses == [404] * WRONG_KEYS_PER_MINUTE + [429]
         right = await api.http.get("/metrics", headers=OPERATOR)
         assert right.status_code == 200

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from cotrain_server.http.auth import READING_POSTS
-from cotrain_server.limits import FailureCounter
+from cotrain_server.limits import WrongKeyCounter
 from cotrain_server.ui.access import COOKIE
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, TenantId
@@ -39,7 +39,7 @@ NOT_OF_TENANTS = re.compile(
 #: Fields of a cycle that the pages draw; the worker of these tests leaves them out.
 CYCLE = {
     "cycle": 1, "worker": "w0", "planned_at": 1.0, "started_at": 2.0, "duration_ms": 10.0, "tokens": 3,
-    "padded_tokens": 4, "forwards": 1, "wave_ms": 5.0, "sampling_ms": 0.0, "optim_ms": 1.0,
+    "computed_tokens": 3, "padded_tokens": 4, "forwards": 1, "wave_ms": 5.0, "sampling_ms": 0.0, "optim_ms": 1.0,
     "outcome": "ok",
 }  # fmt: skip
 #: Operations without a key, with the same answer for every caller.
@@ -164,7 +164,7 @@ async def caller_of(api: Api, key: str) -> Caller:
 async def fresh_api(url: str) -> AsyncIterator[Api]:
     """Run the API as a new process, so that earlier wrong keys do not throttle it."""
     async with running_api(url, long_poll_s=0.0) as api:
-        api.services.failures = FailureCounter(itertools.count(0, 61).__next__)
+        api.services.wrong_keys = WrongKeyCounter(itertools.count(0, 61).__next__)
         yield api
 
 

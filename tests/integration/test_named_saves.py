@@ -10,8 +10,15 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind, Result
-from cotrain_store.messages.runs import HistoryEntry, RewindEntry, RunRecord, RunState, StepEntry, external_folder
-from cotrain_store.results.futures import Pending
+from cotrain_store.messages.runs import (
+    HistoryEntry,
+    RewindEntry,
+    RunRecord,
+    RunState,
+    StepEntry,
+    external_folder,
+)
+from cotrain_store.results.pending import Pending
 from cotrain_store.weights import SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import Samples, ref_of

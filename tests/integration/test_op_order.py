@@ -20,7 +20,7 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import DIGESTS_KEPT
 from cotrain_store.oplog.intake import MAX_SEQ_GAP
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.results.queue_notice import still_waiting
 from cotrain_store.settings import SchedulerSettings
 from tests.support.draws import examples

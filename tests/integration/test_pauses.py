@@ -12,7 +12,7 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.tenants.policies import PauseRecords, read_pauses
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences

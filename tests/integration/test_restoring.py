@@ -23,7 +23,7 @@ from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.tenants.policies import PauseRecords
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.recovery_copies import ReplayCost

@@ -18,7 +18,7 @@ from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.results.completions import Completion, Completions
 from cotrain_store.results.delivery_log import READ_AFTER_S, DeliveryLog
-from cotrain_store.results.futures import NO_WORKER, Pending
+from cotrain_store.results.pending import NO_WORKER, Pending
 from tests.support.lives import life_ms, pass_time
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis

@@ -233,12 +233,12 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedR
     assert key_id in listed
     assert "alice" in listed
     assert secret not in listed
-    other = run_cotrain("keys", "create", "bob", "--prefix=sk", *at).stdout.strip()
+    other = run_cotrain("keys", "create", "bob", "--prefix=sk", "--role=viewer", *at).stdout.strip()
     assert other.startswith("sk-")
     [alice, bob] = json.loads(run_cotrain("keys", "list", "--json", *at).stdout)
-    assert {alice["name"], bob["name"]} == {"alice", "bob"}
+    assert {each["name"]: each["role"] for each in (alice, bob)} == {"alice": "member", "bob": "viewer"}
     assert set(alice) == {
-        "id", "tenant", "name", "prefix", "source", "created_at", "not_after",
+        "id", "tenant", "name", "role", "prefix", "source", "created_at", "not_after",
     }  # fmt: skip
     assert key.startswith(alice["prefix"])
     assert run_cotrain("keys", "revoke", key_id, *at).returncode == 0

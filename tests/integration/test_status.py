@@ -85,6 +85,7 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     assert status.queues == (QueueStatus(first.tenant, 2, 11, 11), QueueStatus(second.tenant, 1, 7, 4))
     assert 5_000 <= status.oldest_ready_s < 6_000
     assert 7_000 <= status.oldest_gap_s < 8_000
+    assert status.oldest_gap_run == second.id
     assert status.counters == {"cycles": 1.0, "runs_made": 2.0}
 
 

@@ -11,11 +11,12 @@ from urllib.parse import quote
 from cotrain_server.administration import DAYS_SHOWN, TenantChange, change_tenant
 from cotrain_server.ui.pages.administration import shown
 from cotrain_store import redis_keys
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api
-from tests.support.ui import log_in, log_out, send
+from tests.support.ui import FROM_HERE, log_in, log_out, send
 
 PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
 RESTORING = {"runs_done": 3, "runs": 12, "ops_done": 41, "ops": 200}
@@ -142,7 +143,9 @@ async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(a
     tenant = await tenant_of(api)
     await log_in(api.http, ADMIN_KEY)
     answer = await send(api.http, f"/ui/tenants/{tenant}/keys", {"name": HOSTILE, "role": "viewer", "days": "3"})
-    (key,) = re.findall(r"tml-[\w-]+", answer.text)
+    (key,) = set(re.findall(r"tml-[\w-]+", answer.text))
+    assert "viewer of tenant" in answer.text
+    assert f"export COTRAIN_BASE_URL={api.http.base_url}".rstrip("/") in answer.text
     assert (await api.get("training_runs", key)).status_code == 200
     page = (await api.http.get(f"/ui/tenants/{tenant}")).text
     assert key not in page
@@ -154,6 +157,41 @@ async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(a
     assert re.findall(r"tml-[\w-]+", made.text)
     assert "physicists" in (await api.http.get("/ui/tenants?search=PHYS")).text
     assert "physicists" not in (await api.http.get("/ui/tenants?search=zzz")).text
+
+
+async def test_an_expired_key_is_marked(api: Api) -> None:
+    tenant = await tenant_of(api)
+    await log_in(api.http, ADMIN_KEY)
+    await send(api.http, f"/ui/tenants/{tenant}/keys", {"name": "short", "days": "1e-9"})
+    assert "expired" in (await api.http.get(f"/ui/tenants/{tenant}")).text
+
+
+async def test_a_refused_form_leads_back_to_its_page(api: Api) -> None:
+    page = f"/ui/tenants/{await tenant_of(api)}"
+    await log_in(api.http, ADMIN_KEY)
+    for referer, back in ((f"http://x{page}?a=b", page), ("http://x/elsewhere", ""), ('http://x/ui/"><b>', "")):
+        headers = {**FROM_HERE, "Referer": referer}
+        answer = await api.http.post(f"{page}/limits", data={"ops": "lots"}, headers=headers)
+        assert answer.status_code == 400
+        assert (f'<a class="button" href="{page}">Back</a>' in answer.text) == bool(back)
+        assert "<b>" not in answer.text
+
+
+async def test_the_page_of_a_tenant_has_its_newest_failure_and_leads_to_its_runs(api: Api) -> None:
+    tenant = await tenant_of(api)
+    await log_in(api.http, ADMIN_KEY)
+    api.services.refusals.record(TenantId(tenant), Refused(Reason.QUEUE_FULL))
+    await api.services.refusals.store()
+    page = (await api.http.get(f"/ui/tenants/{tenant}")).text
+    assert str(Refused(Reason.QUEUE_FULL)) in page
+    for list_of in ("runs", "checkpoints", "audit"):
+        assert f'href="/ui/{list_of}?tenant={tenant}"' in page
+
+
+async def test_a_tenant_has_one_limit_of_its_runs_on_both_pages(api: Api) -> None:
+    await log_in(api.http, ALICE)
+    pages = [(await api.http.get(path)).text for path in ("/ui", "/ui/usage")]
+    assert ["200 GB" in page for page in pages] == [True, True]
 
 
 async def test_a_worker_is_drained_and_taken_back_and_the_audit_page_says_so(api: Api) -> None:

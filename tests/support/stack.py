@@ -24,7 +24,8 @@ from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, open_connection, open_sync_connection
-from cotrain_store.results.futures import Futures, Pending
+from cotrain_store.results.futures import Futures
+from cotrain_store.results.pending import Pending
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.settings import ClockMode, SchedulerSettings, WorkerSettings, pool_of
 from cotrain_store.tenants.quotas import Quotas

@@ -428,6 +428,7 @@ def cycle_record(step: Step, rows: Iterable[OpRow], cost: CycleOutput | None, ti
         "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
         "sampling_ms": round(times.sampling_s * 1000, 3) if cost else None,
         "tokens": sum(of_run["tokens"] for of_run in runs.values()),
+        "computed_tokens": cost.tokens if cost else None,  # fewer where datums share a prompt
         "padded_tokens": cost.padded_tokens if cost else None,
         "forwards": cost.forwards if cost else None,
         "outcome": "ok" if cost else "isolated",

@@ -62,6 +62,7 @@ from cotrain.wire.usage import (
     StorageResponse,
     UsageResponse,
     Webhook,
+    WebhookRemoved,
     WebhookTest,
 )
 
@@ -343,7 +344,7 @@ class RestClient:
 
     def remove_webhook(self) -> Future[None]:
         """Remove the webhook; no further events are sent."""
-        return self._start(self._transport.delete("webhook"))
+        return self._start(self._transport.delete("webhook", reader(WebhookRemoved)))
 
     # ---- Aliases with the names of the asynchronous API -------------------------------------------
 

@@ -28,12 +28,7 @@ from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import post_and_wait
 from cotrain.settings import client_settings
 from cotrain.transport.responses import RetryPolicy, reader
-from cotrain.wire.checkpoints import (
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-    CreateFromWeightsRequest,
-    OptimizerChoice,
-)
+from cotrain.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse, CreateFromWeightsRequest, OptimizerChoice
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint, FinishReasonType
 from cotrain.wire.runs import (

@@ -34,13 +34,7 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.constants import CUSTOM
 from cotrain.wire.custom_loss import LOSS_ID
 from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
-from cotrain.wire.rest import (
-    LogMetricsRequest,
-    LogMetricsResponse,
-    RewindRequest,
-    RewindResponse,
-    TrainingRunHistory,
-)
+from cotrain.wire.rest import LogMetricsRequest, LogMetricsResponse, RewindRequest, RewindResponse, TrainingRunHistory
 from cotrain.wire.runs import (
     AdamParams,
     GetInfoRequest,

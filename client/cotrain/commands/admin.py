@@ -17,6 +17,7 @@ from cotrain.commands.terminal import (
     minute,
     print_result,
     table,
+    valid_until,
 )
 from cotrain.commands.workers import fleet, workers_app
 from cotrain.settings import DEFAULT_BASE_URL
@@ -67,7 +68,7 @@ def create_tenant(
 ) -> None:
     """Create a tenant and print its first key; it is shown only once."""
     made = NewKey.model_validate(ask_admin(context, "POST", "tenants", json={"name": name}))
-    print_result(made, made.key, as_json=as_json)
+    _print_key(made, as_json=as_json)
 
 
 @tenants_app.command(
@@ -82,7 +83,10 @@ def set_tenant(
     tenant: TenantId,
     limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=NUMBER", help="A limit instead of the default; NAME=default removes it."),
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="A limit instead of the default; NAME=default removes it. `tenants show` lists the names.",
+        ),
     ] = None,
     weight: Annotated[
         float | None, typer.Option(help="0.1 to 10: its share of a contended cycle; 1 is the default.")
@@ -159,7 +163,9 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
             f"{key.prefix}…",
             key.name,
             key.role,
-            *(at and minute(at) for at in (key.created_at, key.not_after, key.last_used_at)),
+            minute(key.created_at),
+            valid_until(key.not_after),
+            key.last_used_at and minute(key.last_used_at),
         )
         for key in found
     )
@@ -179,7 +185,12 @@ def create_key(
     """Create a key and print it; it is shown only once."""
     wanted = {"name": name, "role": role, **({} if days is None else {"days": days})}
     made = NewKey.model_validate(ask_admin(context, "POST", "tenants", tenant, "keys", json=wanted))
-    print_result(made, made.key, as_json=as_json)
+    _print_key(made, as_json=as_json)
+
+
+def _print_key(made: NewKey, *, as_json: bool) -> None:
+    hint = f"key {made.id} of {made.name}, {made.role} of tenant {made.tenant}; it is shown only now"
+    print_result(made, made.key, as_json=as_json, hint=hint)
 
 
 @keys_app.command("revoke", epilog=examples("cotrain admin keys revoke t-3f9c2a71 9d1c4e5f"))

@@ -5,6 +5,7 @@ session, no thread and no retries, and the status needs no key.
 """
 
 import json
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,10 +163,17 @@ def transfer(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], 
         yield partial(report, name)
 
 
-def minute(time: datetime | float) -> str:
+def minute(when: datetime | float) -> str:
     """Return a time (or a Unix timestamp) in UTC, to the minute."""
-    at = time if isinstance(time, datetime) else datetime.fromtimestamp(time, UTC)
+    at = when if isinstance(when, datetime) else datetime.fromtimestamp(when, UTC)
     return f"{at:%Y-%m-%d %H:%M}"
+
+
+def valid_until(not_after: float | None) -> str | None:
+    """Return the expiry of a key, marked if it has passed; None for a key without one."""
+    if not_after is None:
+        return None
+    return minute(not_after) + (", expired" if not_after < time.time() else "")
 
 
 # A sample may wait for minutes on a busy server.
@@ -241,9 +249,7 @@ def ask_admin(
         url = checked_url(server.base_url)
         key = server.admin_key or stored_admin_key(url, server.data_dir)
         if not key:
-            raise ValueError(
-                "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder (--data-dir)."
-            )
+            raise ValueError(NO_ADMIN_KEY)
         where = "/".join(quote(part, safe="") for part in path)
         query = {name: value for name, value in (params or {}).items() if value is not None}
         with plain_http(ClientSettings(url, key)) as http:
@@ -251,10 +257,24 @@ def ask_admin(
         try:
             checked(answer)
         except NotFoundError as error:
-            if answer.json().get("code") in ("operators_only", "not_found"):
-                raise ValueError(f"{url} does not take this admin key.") from error
+            code = answer.json().get("code")
+            if code in ("operators_only", "not_found"):
+                raise ValueError(
+                    f"{url} does not take this admin key. On the server's host it is in the file admin-key of the data "
+                    "folder, unless COTRAIN_ADMIN_KEY is set there."
+                ) from error
+            if code in _IDS_ARE_IN:
+                raise ValueError(f"{error} `{_IDS_ARE_IN[code]}` shows the ids.") from error
             raise
         return answer.json() if answer.content else None
+
+
+NO_ADMIN_KEY = "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder (--data-dir)."
+#: Command that lists the ids, by the code of an unknown one.
+_IDS_ARE_IN = {
+    "tenant_not_found": "cotrain admin tenants list",
+    "worker_not_found": "cotrain admin workers list",
+}
 
 
 def stored_admin_key(url: str, data_dir: Path) -> str:

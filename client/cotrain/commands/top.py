@@ -18,6 +18,7 @@ from rich.text import Text
 
 from cotrain.commands.terminal import (
     DEFAULT_DATA_DIR,
+    NO_ADMIN_KEY,
     AsJson,
     BaseUrl,
     DataDir,
@@ -58,6 +59,8 @@ def top(
     with failing_in_a_sentence():
         url = checked_url(base_url)
         key = admin_key or ("" if all_tenants else api_key) or stored_admin_key(url, data_dir)
+        if not key:
+            raise ValueError(NO_ADMIN_KEY if all_tenants else f"An API key is needed: COTRAIN_API_KEY. {NO_ADMIN_KEY}")
         with plain_http(ClientSettings(url, key)) as http:
             if as_json:
                 print_json(_fetch_status(http))
@@ -130,7 +133,8 @@ def _workers(pool: PoolStatus) -> str:
     if sizes:
         count = f"{count} (groups of {'/'.join(map(str, sorted(sizes)))})"
     restoring = [f"{w.id} restoring: {w.restoring.text}" for w in pool.workers if w.restoring]
-    return ", ".join([count, *(f"{n} {state}" for state, n in states.items()), *restoring])
+    missing = [f"{name} unavailable" for name in pool.workers_unavailable]
+    return ", ".join([count, *(f"{n} {state}" for state, n in states.items()), *restoring, *missing])
 
 
 def _pool(pool: PoolStatus) -> Table:

@@ -63,7 +63,7 @@ def fleet(context: typer.Context, as_json: AsJson = False) -> None:
     columns = ("base model", "worker", "state", "wanted", "runs", "tokens/s", "busy", "backlog")
     rows: list[Sequence[object]] = []
     for pool in found.pools:
-        there, backlog = f"{len(pool.workers)} there", f"{pool.backlog_s:.1f} s"
+        there, backlog = f"{len(pool.workers)} running", f"{pool.backlog_s:.1f} s"
         rows.append((pool.base_model, there, "", pool.workers_wanted, "", "", "", backlog))
         for each in pool.workers:
             state = f"restoring: {each.restoring.text}" if each.restoring else each.state

@@ -132,9 +132,9 @@ class Transport:
         """GET until there is a response. Raises APIError if it is a rejection or the retries end."""
         return await self._request("GET", path, reads)
 
-    async def delete(self, path: str) -> None:
+    async def delete(self, path: str, reads: Callable[[httpx.Response], object] = acknowledged) -> None:
         """DELETE until there is a response. Raises APIError if it is a rejection or the retries end."""
-        await self._request("DELETE", path, acknowledged)
+        await self._request("DELETE", path, reads)
 
     async def post_stream(
         self,

@@ -306,6 +306,7 @@ class PoolStatus(WireModel):
 
     base_model: str
     workers: int | list[WorkerStatus]  # a tenant receives only their number
+    workers_unavailable: list[str] = Field(default=[])  # ids of workers without a heartbeat
     last_cycle: int
     open_cycles: int = 0
     queue: QueueStatus

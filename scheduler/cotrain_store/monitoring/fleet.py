@@ -64,6 +64,7 @@ class PoolStatus:
     queues: tuple[QueueStatus, ...] = ()
     oldest_ready_s: float = 0.0
     oldest_gap_s: float = 0.0
+    oldest_gap_run: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
     weights: int = 0  # number of saved weights with a record
     ready_runs: int = 0  # number of runs with a request that can run
@@ -246,6 +247,7 @@ async def _read(
         queues=await _queues(connection, pool, tenants),
         oldest_ready_s=_age_s(ready, time.time() * 1000),
         oldest_gap_s=_age_s(gaps, parse_ms(clock)),
+        oldest_gap_run=gaps[0][0].decode() if gaps else "",
         counters={name.decode(): float(value) for name, value in counters.items()},
         weights=weights,
         ready_runs=ready_runs,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 import typer
 from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, examples, minute, print_result, table
+from cotrain.commands.terminal import AsJson, examples, minute, print_result, table, valid_until
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
 from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
 from cotrain_store.errors import KeyInSettings
@@ -26,7 +26,9 @@ TIMEOUT_S = 10.0
 keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 
 
-@keys.command(epilog=examples("cotrain keys create ada", "cotrain keys create ci --days 30"))
+@keys.command(
+    epilog=examples("cotrain keys create ada", "cotrain keys create ci --tenant t-3f9c2a71 --role viewer --days 30")
+)
 def create(
     name: Annotated[str, typer.Argument(help="Whose key this is.")],
     tenant: Annotated[
@@ -35,6 +37,7 @@ def create(
     new_tenant: Annotated[
         bool, typer.Option("--new-tenant", help="--tenant is the id of a tenant to be made.")
     ] = False,
+    role: Annotated[Literal["member", "viewer"], typer.Option(help="A viewer can only read.")] = "member",
     days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
     prefix: Annotated[
         Literal["tml", "sk"], typer.Option(help="How it starts: the tinker SDK takes tml-…, the mint SDK also sk-….")
@@ -49,7 +52,9 @@ def create(
     if owner is not None and not new_tenant:
         _ask_before_a_new_tenant(owner, data_dir, redis_url)
     key = _with_tenants(
-        lambda tenants: tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix), data_dir, redis_url
+        lambda tenants: tenants.issue(name, tenant=owner, role=role, not_after=not_after, prefix=prefix),
+        data_dir,
+        redis_url,
     )
     print_result({"name": name, "key": key}, key, as_json=as_json)
 
@@ -96,13 +101,13 @@ def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | 
 def _table(records: list[KeyRecord]) -> Table:
     rows = (
         (
-            *(record.id, f"{record.prefix}…", record.tenant, record.name, _source(record)),
+            *(record.id, f"{record.prefix}…", record.tenant, record.name, record.role, _source(record)),
             minute(record.created_at),
-            None if record.not_after is None else minute(record.not_after),
+            valid_until(record.not_after),
         )
         for record in records
     )
-    return table(("id", "key", "tenant", "name", "from", "since", "valid until"), rows)
+    return table(("id", "key", "tenant", "name", "role", "from", "since", "valid until"), rows)
 
 
 def _source(record: KeyRecord) -> str:
@@ -140,6 +145,7 @@ def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
         "id": record.id,
         "tenant": record.tenant,
         "name": record.name,
+        "role": record.role,
         "prefix": record.prefix,
         "source": _source(record),
         "created_at": record.created_at,

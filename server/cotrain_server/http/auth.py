@@ -51,15 +51,15 @@ async def identify(request: Request, services: Services, credential: str) -> Ten
     except (AuthenticationFailed, InvalidToken) as error:
         # An expired token is not a guess: a busy client sends the same one many times at once.
         if not (isinstance(error, InvalidToken) and error.expired):
-            count_failure(request, services)
+            count_wrong_key(request, services)
         raise
     structlog.contextvars.bind_contextvars(tenant=tenant.id)
     return tenant
 
 
-def count_failure(request: Request, services: Services) -> None:
+def count_wrong_key(request: Request, services: Services) -> None:
     """Count a wrong key of this address. Raises TooManyFailures if there were too many."""
-    services.failures.count(request.client.host if request.client else "")
+    services.wrong_keys.count(request.client.host if request.client else "")
 
 
 async def _tenant_of(services: Services, credential: str) -> Tenant:
@@ -101,7 +101,7 @@ def check_role(request: Request, tenant: Tenant) -> None:
 def check_operator(request: Request, services: Services) -> None:
     """Check that a request has the admin key. Raises OPERATORS_ONLY, or TooManyFailures."""
     if not is_operator(request, services):
-        count_failure(request, services)
+        count_wrong_key(request, services)
         raise Refused(Reason.OPERATORS_ONLY)
 
 

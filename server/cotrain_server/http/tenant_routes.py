@@ -6,7 +6,8 @@ make the server read, decompress or parse anything.
 Some routes parse their bodies without FastAPI. `body_of` documents such a body in the OpenAPI page.
 """
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response, Security
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.rest import MAX_PAGE, AccessScope
-from cotrain_server.http.auth import authenticate, check_operator
+from cotrain_server.http.auth import READS, authenticate, check_operator
 from cotrain_server.http.request_body import FEW, MANY, BodyReader, CheckedRequest, JsonLimits, is_json
 from cotrain_server.http.responses import refusal
 from cotrain_server.services import Services
@@ -38,6 +39,8 @@ Endpoint = Callable[[Request, Services, Tenant], Coroutine[Any, Any, Answer]]
 SMALL_BODY_BYTES = 1024**2
 JSON_BODY_BYTES = 32 * 1024**2
 OPERATOR_BODY_BYTES = 64 * 1024
+#: Time limit of a request of the operator that only reads.
+READ_TIMEOUT_S = 5.0
 #: Pseudo-tenant to which operator request bodies are charged. No tenant has this id.
 _OPERATOR = TenantId("operator")
 #: For the OpenAPI page only. The route classes check the key.
@@ -120,9 +123,18 @@ class OperatorRoute(APIRoute):
             check_operator(request, services)
             with services.body_memory.of(_OPERATOR) as take:
                 body = await BodyReader(services.parser, _OPERATOR, OPERATOR_BODY_BYTES, FEW, take).read(request)
-                return await handle(CheckedRequest(request, body))
+                return await _in_time(request, handle(CheckedRequest(request, body)))
 
         return guarded
+
+
+async def _in_time(request: Request, answer: Awaitable[Response]) -> Response:
+    """Return an answer. Raises StoreUnavailable if the answer only reads, and Redis takes too long."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S if request.method in READS else None):
+            return await answer
+    except TimeoutError:
+        raise StoreUnavailable from None
 
 
 def server_url(request: Request, settings: ServerSettings) -> str:

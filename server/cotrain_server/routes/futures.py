@@ -23,7 +23,7 @@ from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord, Tenant
 from cotrain_store.results.completions import Completion
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 
 log = structlog.get_logger()
 

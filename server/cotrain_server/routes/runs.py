@@ -166,7 +166,7 @@ async def get_training_run(
         return training_run_of(entry, tenant.id)
     positions = await services.run_list.positions([entry.run], time.time())
     shown = training_run_of(entry, tenant.id, positions[entry.run.id])
-    notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
+    notice = await services.futures.reasons.gap_notice(entry.run.pool, entry.run.id)
     oldest = await oldest_rewind(services.connection, entry.run.pool, entry.run.id)
     return shown.model_copy(update={"waiting": notice, "rewind_from": oldest})
 

@@ -19,12 +19,7 @@ from cotrain_server.http.auth import authenticate, check_operator, is_operator
 from cotrain_server.http.tenant_routes import ServicesDep, tenant_router
 from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
 from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
-from cotrain_server.views.server_status import (
-    FLEET_TIMEOUT_S,
-    own_status,
-    readiness,
-    whole_status,
-)
+from cotrain_server.views.server_status import FLEET_TIMEOUT_S, own_status, readiness, whole_status
 from cotrain_store.errors import StoreUnavailable
 
 router = APIRouter(tags=["status"])

@@ -49,7 +49,7 @@ from cotrain_store.errors import (
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.tenants.audit_log import AuditEvent
 
 log = structlog.get_logger()

@@ -22,7 +22,12 @@ POLL_S = 0.2
 MAX_LINES = 3
 _START = "Redis is starting"
 #: Log lines, warnings included, that a successful start also writes.
-_USUAL = re.compile(r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading")
+_USUAL = re.compile(
+    r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading|monotonic clock"
+    r"|Running mode="
+)
+#: Free disk space below which Redis cannot write its log, and its log lines may be lost.
+_FULL_BYTES = 2**20
 _NEWER = re.compile(r"Can't handle RDB format version")
 _DAMAGED = re.compile(
     r"reading the append only file[^:]*(:.*redis-check-aof.*)?$|AOF loading aborted|AOF manifest|the AOF file .* length|"
@@ -78,8 +83,6 @@ def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> No
 def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> Reason | None:
     """Return the reason of Redis' exit from the last lines of its JSON log, or None if unknown."""
     warnings = _warnings(lines)
-    if not warnings:
-        return None
     text = " ".join(warnings[-MAX_LINES:])
     if any(map(_NEWER.search, warnings)):
         return Reason(
@@ -94,7 +97,11 @@ def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> R
             f"damage, which loses the requests behind it: {_fix(folder, binary)}",
             is_final=True,
         )
-    return Reason(text, is_final=False)
+    if shutil.disk_usage(folder.path).free < _FULL_BYTES:
+        return Reason(
+            f"The disk of {folder.path} is full, so Redis cannot write its log. Free some space.", is_final=False
+        )
+    return Reason(text, is_final=False) if warnings else None
 
 
 def _warnings(lines: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from cotrain_store.errors import Reason, Refused, StoreError
 from cotrain_store.messages.ids import OWN_SEQS, RequestId, sample_id
 from cotrain_store.messages.ops import Category, Result, ResultKind
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.pending import Pending
 from cotrain_store.sampling.token_stream import TokenFeed
 
 #: Time in s without an event after which `Idle` is sent. Proxies close connections without traffic

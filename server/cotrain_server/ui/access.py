@@ -15,22 +15,21 @@ from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import BodyTooLarge, NotLoggedIn, TooManyFailures, status_of
-from cotrain_server.http.auth import authenticate, check_role, count_failure, is_operator, shown_key
+from cotrain_server.http.auth import authenticate, check_role, count_wrong_key, is_operator, shown_key
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UiSession
-from cotrain_server.ui.rendering import html, page_router
+from cotrain_server.ui.rendering import HOME, html, page_router
 from cotrain_store.errors import AuthenticationFailed, ExpiredKey, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 
-HOME = "/ui"
 LOGIN = "/ui/login"
 COOKIE = "cotrain_session"
 LIFE_S = 12 * 3600
 #: Maximum size of a form, including a playground prompt.
 FORM_BYTES = 256 * 1024
 WRONG = "This is neither the admin key nor a valid API key."
-EXPIRED = "This API key has expired. The operator makes another with `cotrain keys create`."
+EXPIRED = "This API key has expired. Ask the operator for another."
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _form(target: str, error: str = "", status: int = 200) -> Response:
 
 def _refused(request: Request, services: Services, target: str, wrong: AuthenticationFailed) -> Response:
     try:
-        count_failure(request, services)
+        count_wrong_key(request, services)
     except TooManyFailures as enough:
         return _form(target, str(enough), status_of(enough))
     return _form(target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401)

@@ -96,8 +96,8 @@ def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float
 
 def _twin_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
     async def twin(request: Request) -> Response:
-        page_request = await _page_request(request, page)
-        return FiniteJSONResponse(jsonable_encoder(await _data(page, page_request)), headers=HEADERS)
+        _, data = await _read(request, page)
+        return FiniteJSONResponse(jsonable_encoder(data), headers=HEADERS)
 
     return twin
 
@@ -106,12 +106,12 @@ def _html_route(page: Page, pages: Sequence[Page]) -> Callable[[Request], Awaita
     async def shown(request: Request) -> Response:
         is_part = request.headers.get("hx-request") == "true"
         try:
-            page_request = await _page_request(request, page)
+            page_request, data = await _read(request, page)
         except NotLoggedIn:
             return _to_login(request, is_part=is_part)
         context = page_context(page, pages, page_request.visitor, page_request.now)
         layout = "part.html" if is_part else "layout.html"
-        return html(page.template, context | await _data(page, page_request) | {"layout": layout})
+        return html(page.template, context | data | {"layout": layout})
 
     return shown
 
@@ -125,11 +125,17 @@ async def _page_request(request: Request, page: Page) -> PageRequest:
     return PageRequest(services, visitor, request.query_params, request.path_params, time.time(), address)
 
 
-async def _data(page: Page, page_request: PageRequest) -> dict[str, Any]:
-    """Return a page's data. Raises StoreUnavailable if Redis takes too long."""
+async def _read(request: Request, page: Page) -> tuple[PageRequest, dict[str, Any]]:
+    """Return a request for a page with its visitor, and the page's data.
+
+    Raises:
+        StoreUnavailable: Redis takes too long.
+        NotLoggedIn, Refused: as for `visitor_of`, and OPERATORS_ONLY.
+    """
     try:
         async with asyncio.timeout(FLEET_TIMEOUT_S):
-            return await page.read(page_request)
+            page_request = await _page_request(request, page)
+            return page_request, await page.read(page_request)
     except TimeoutError:
         raise StoreUnavailable from None
 

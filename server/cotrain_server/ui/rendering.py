@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from cotrain.version import __version__
 from cotrain_server.errors import status_of
+from cotrain_server.http.path_prefix import path_prefix
 from cotrain_server.http.responses import finite_json
 from cotrain_server.http.tenant_routes import Handler
 from cotrain_server.settings import ServerSettings
@@ -27,7 +28,8 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 router = APIRouter(include_in_schema=False)
 
 FOLDER = Path(__file__).parent / "static"
-MOUNTED_AT = "/ui/static"
+HOME = "/ui"
+MOUNTED_AT = f"{HOME}/static"
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".txt": "text/plain"}
 _A_YEAR_S = 365 * 24 * 3600
 
@@ -96,9 +98,9 @@ class PageRoute(APIRoute):
                     _check_origin(request)
                 return await handle(request)
             except CONNECTION_LOST:
-                return _error_page(StoreUnavailable())
+                return _error_page(request, StoreUnavailable())
             except Refused as error:
-                return _error_page(error)
+                return _error_page(request, error)
 
         return answer
 
@@ -125,6 +127,10 @@ def page_router() -> APIRouter:
     return APIRouter(include_in_schema=False, route_class=PageRoute)
 
 
-def _error_page(error: Exception) -> HTMLResponse:
-    """Return an error page."""
-    return html("error.html", {"message": str(error), "status": status_of(error)}, status_of(error))
+def _error_page(request: Request, error: Exception) -> HTMLResponse:
+    """Return an error page. After a form it leads back to the page of the form."""
+    settings: ServerSettings = request.app.state.services.settings
+    back = urlsplit(request.headers.get("referer", "")).path.removeprefix(path_prefix(settings.public_url))
+    is_of_form = request.method == "POST" and back.startswith(f"{HOME}/")
+    shown = {"message": str(error), "status": status_of(error), "back": back if is_of_form else ""}
+    return html("error.html", shown, status_of(error))

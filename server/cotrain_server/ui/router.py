@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
 from cotrain_server.administration import TenantChange
 from cotrain_server.errors import Invalid, first_error
+from cotrain_server.http.tenant_routes import server_url
 from cotrain_server.routes import admin_tenants, admin_workers
 from cotrain_server.services import Services
 from cotrain_server.ui import access, rendering
@@ -77,7 +78,7 @@ def _form(
             given["wanted"] = _body(body, fields)
         made = await handler(services=services, **given)
         if isinstance(made, NewKey):
-            return _new_key(visitor, made)
+            return _new_key(visitor, made, server_url(request, services.settings))
         quoted = {name: quote(part, safe="") for name, part in parts.items()}
         return RedirectResponse(f"/ui{back}".format(**quoted), 303, HEADERS)
 
@@ -135,10 +136,9 @@ def _number(text: str) -> int | float | str | None:
         return text
 
 
-def _new_key(visitor: Visitor, made: NewKey) -> Response:
+def _new_key(visitor: Visitor, made: NewKey, address: str) -> Response:
     context = page_context(administration.one_tenant, PAGES, visitor, time.time())
-    shown = {"tenant_id": made.tenant, "key": made.key, "layout": "layout.html"}
-    return html("new_key.html", context | shown)
+    return html("new_key.html", context | {"made": made, "address": address, "layout": "layout.html"})
 
 
 # Last, because the routes of a router are copied.

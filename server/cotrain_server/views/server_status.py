@@ -106,7 +106,10 @@ def _fleet_reasons(fleet: Fleet, settings: ServerSettings) -> list[str]:
 
 def _disk_reasons(settings: ServerSettings) -> list[str]:
     free_bytes = shutil.disk_usage(settings.data_dir).free
-    return [] if free_bytes > settings.disk_reserve_bytes else ["The disk is almost full."]
+    if free_bytes > settings.disk_reserve_bytes:
+        return []
+    reserve = f"{settings.disk_reserve_bytes / 1e9:.3g} GB"
+    return [f"The disk is almost full: less than {reserve} is free (COTRAIN_DISK_RESERVE_BYTES)."]
 
 
 async def brief_status(services: Services) -> dict[str, Any]:
@@ -162,6 +165,7 @@ def _pool(pool: PoolStatus, now: float) -> dict[str, Any]:
             "tenants": len(pool.queues),
             "oldest_s": pool.oldest_ready_s,
             "oldest_gap_s": pool.oldest_gap_s,
+            "oldest_gap_run": pool.oldest_gap_run,
             "backlog_s": round(pool.backlog_s, 3),
         },
         "workers_wanted": pool.workers_wanted(now),

@@ -77,10 +77,10 @@ def _idle(state: WaitState) -> Found | None:
     refused = state.refused
     is_repeated = refused is not None and refused.status in (429, 503)  # a client sends these again
     if refused and is_repeated and state.now - refused.at < REFUSED_S:
-        since = _seconds(state.now - refused.at)
+        since = _duration(state.now - refused.at)
         return ("quota", f"The server refused a request of this tenant {since} ago: {refused.message}")
     last = state.run.last_request_at
-    since = f" The last one came {_seconds(state.now - last)} ago." if last else ""
+    since = f" The last one came {_duration(state.now - last)} ago." if last else ""
     return "idle", f"All its requests are done. It waits for the next one of its client.{since}"
 
 
@@ -155,7 +155,7 @@ def _other_work(state: WaitState) -> Found | None:
         if largest and largest.tokens >= max(LARGE_TOKENS, LARGE_SHARE * total):
             owner = step.tenant_by_run.get(largest.run)
             whose = f"run {largest.run}" if owner == state.run.tenant else "another tenant"
-            since = _seconds(state.now - step.planned_at)
+            since = _duration(state.now - step.planned_at)
             return (
                 "large_pass",
                 f"A pass of {largest.tokens:,} tokens of {whose} is ahead, in a cycle that began {since} ago.",
@@ -192,8 +192,11 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _seconds(duration_s: float) -> str:
-    return f"{max(0.0, duration_s):,.0f} s"
+def _duration(duration_s: float) -> str:
+    duration_s = max(0.0, duration_s)
+    if duration_s < 120:
+        return f"{duration_s:.0f} s"
+    return f"{duration_s / 60:.0f} min" if duration_s < 7200 else f"{duration_s / 3600:,.0f} h"
 
 
 async def read_why(
@@ -218,7 +221,7 @@ async def read_why(
             next_op=_op(run.id, position.planned + 1, envelope),
             steps=tuple(Step.parse(text) for row in rows for text in row),
             refused=(await recent_failures(connection, now)).get(run.tenant),
-            missing=_sentence(await services.futures.gap_notice(run.pool, run.id)),
+            missing=_sentence(await services.futures.reasons.gap_notice(run.pool, run.id)),
             shows_exits=shows_exits,
         )
     )  # fmt: skip

@@ -57,6 +57,7 @@ def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
                 {
                     "base_model": "m",
                     "workers": [worker("w0", "serving"), worker("w1", "draining")],
+                    "workers_unavailable": ["w2"],
                     "last_cycle": 8,
                     "queue": {"ops": 1234, "tokens": 99, "oldest_s": 2.0},
                     "samples": {"waiting": 3, "running": 2},
@@ -72,7 +73,7 @@ def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
     for expected in (
         "not ready: No worker for m is running.",
         "1 d 01:01:01",
-        "2 (groups of 4), 1 draining, w0 restoring: 3 of 12 runs, 41 of 200 ops",
+        "2 (groups of 4), 1 draining, w0 restoring: 3 of 12 runs, 41 of 200 ops, w2 unavailable",
         "1,234",
         "2 optim_step",
         "isolated",
@@ -131,12 +132,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ClientSettings]:
     ("arguments", "key"),
     [
         ([], "tml-tenant"),
-        (["--all"], ""),
         (["--admin-key", "operator"], "operator"),
         (["--all", "--admin-key", "operator"], "operator"),
     ],
 )
-def test_the_operator_uses_its_own_key_or_none(asked: list[ClientSettings], arguments: list[str], key: str) -> None:
+def test_the_operator_uses_its_own_key(asked: list[ClientSettings], arguments: list[str], key: str) -> None:
     environment = {"COTRAIN_API_KEY": "tml-tenant", "COTRAIN_BASE_URL": "http://server/"}
     done = CliRunner().invoke(command_line([]), ["top", *arguments], env=environment)
     assert (done.exit_code, done.stderr) == (1, "no server is there\n")
@@ -149,7 +149,6 @@ def test_the_operator_uses_its_own_key_or_none(asked: list[ClientSettings], argu
         ("http://127.0.0.1:1", ["--all"], "kept"),
         ("http://localhost:1", [], "kept"),
         ("http://127.0.0.1:1", ["--api-key", "tml-tenant"], "tml-tenant"),
-        ("http://server", ["--all"], ""),
     ],
 )
 def test_the_operator_key_is_read_from_the_data_folder_on_the_host(
@@ -159,6 +158,15 @@ def test_the_operator_key_is_read_from_the_data_folder_on_the_host(
     environment = {"COTRAIN_API_KEY": "", "COTRAIN_DATA_DIR": str(tmp_path)}
     CliRunner().invoke(command_line([]), ["top", "--base-url", url, *arguments], env=environment)
     assert asked == [ClientSettings(url, key)]
+
+
+@pytest.mark.parametrize(("words", "key"), [((), ""), (("--all",), "tml-tenant")])
+def test_a_missing_key_is_a_sentence(asked: list[ClientSettings], tmp_path: Path, words: list[str], key: str) -> None:
+    environment = {"COTRAIN_API_KEY": key, "COTRAIN_DATA_DIR": str(tmp_path)}
+    done = CliRunner().invoke(command_line([]), ["top", "--base-url", "http://127.0.0.1:1", *words], env=environment)
+    assert (done.exit_code, asked) == (1, [])
+    assert "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host" in done.stderr
+    assert ("COTRAIN_API_KEY" in done.stderr) == (not words)
 
 
 def test_no_key_is_shown_if_there_is_none() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cotrain_server.errors import TooManyFailures
-from cotrain_server.limits import AT_ONCE, FAILURES_PER_MINUTE, FailureCounter, LoopSlots, TenantSlots, body_memory
+from cotrain_server.limits import AT_ONCE, WRONG_KEYS_PER_MINUTE, LoopSlots, TenantSlots, WrongKeyCounter, body_memory
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from tests.support.refusals import refused
@@ -104,8 +104,8 @@ def test_a_refused_body_leaves_no_state() -> None:
 
 def test_the_eleventh_failure_in_a_minute_is_refused() -> None:
     now = [0.0]
-    failures = FailureCounter(lambda: now[0])
-    for _ in range(FAILURES_PER_MINUTE):
+    failures = WrongKeyCounter(lambda: now[0])
+    for _ in range(WRONG_KEYS_PER_MINUTE):
         failures.count("192.0.2.1")
     with pytest.raises(TooManyFailures):
         failures.count("192.0.2.1")

@@ -91,7 +91,7 @@ def rows_of(
 def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
     record = cycle_record(STEP, rows_of(OUTPUTS), COST, TIMES)
     assert (record["cycle"], record["worker"], record["planned_at"]) == (4, "w0", 100.0)
-    assert (record["tokens"], record["padded_tokens"], record["forwards"]) == (42, 64, 2)
+    assert (record["tokens"], record["computed_tokens"], record["padded_tokens"], record["forwards"]) == (42, 42, 64, 2)
     assert (record["duration_ms"], record["wave_ms"], record["optim_ms"]) == (800.0, 500.0, 250.0)
     assert record["sampling_ms"] == 125.0
     assert record["outcome"] == "ok"

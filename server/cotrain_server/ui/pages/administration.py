@@ -21,6 +21,7 @@ from cotrain_server.views.server_status import list_workers
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 from cotrain_store.messages.ids import PoolId, WorkerId
+from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.monitoring.recent_activity import READ_AT_ONCE, cycle_records, owners
 from cotrain_store.tenants.quotas import Quotas
 
@@ -49,7 +50,13 @@ async def one_tenant(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND."""
     tenant = await find_tenant(request.services, request.parts["tenant_id"])
     found = await show_tenant(request.services, tenant)
-    return {"tenant": found.model_dump(), "limits": LIMITS, "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT}}
+    failures = (await recent_failures(request.services.connection, request.now)).get(tenant)
+    return {
+        "tenant": found.model_dump(),
+        "newest_failure": failures.message if failures else "",
+        "limits": LIMITS,
+        "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT},
+    }
 
 
 @partial(Page, "/ui/usage", "Usage", "usage.html", for_tenant=True)

@@ -135,7 +135,7 @@ def timeline_of(records: Sequence[Mapping[str, Any]], viewer: Viewer) -> dict[st
 
 def cycle_of(record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     """Return a summary of one cycle."""
-    tokens, padded = record["tokens"], record.get("padded_tokens")
+    computed, padded = record.get("computed_tokens"), record.get("padded_tokens")
     seen = [run for run in record["runs"] if viewer.sees(run["tenant"])]
     ops: Counter[str] = Counter()
     for run in seen:
@@ -146,9 +146,9 @@ def cycle_of(record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         "waited_s": max(0.0, record["started_at"] - record["planned_at"]),
         "duration_s": record["duration_ms"] / 1000,
         "phases": {name: (record.get(key) or 0) / 1000 for key, _, name in _PHASES},
-        "tokens": tokens,
+        "tokens": record["tokens"],
         "own_tokens": sum(run["tokens"] for run in seen),
-        "padding": (padded - tokens) / padded if padded else None,
+        "padding": (padded - computed) / padded if padded and computed is not None else None,
         "forwards": record.get("forwards"),
         "runs": len(seen),
         "tenants": len({run["tenant"] for run in record["runs"]}),

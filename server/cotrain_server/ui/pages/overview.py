@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
+from cotrain_server.administration import show_quotas
 from cotrain_server.ui.charts import activity_of, own_activity_of
 from cotrain_server.ui.number_format import duration, percent, plural, size
 from cotrain_server.ui.page import Page, PageRequest
@@ -34,6 +35,8 @@ REDIS_MEMORY_PART = 0.7
 DISK_FREE_PART = 0.05
 
 _NO_WORKER = "Start one with cotrain serve or docker compose up worker. Its log has the reason of its end."
+_HANGS = "Its process has ended or hangs; its log has the reason. End a process that hangs."
+_RUNS_WAIT = "Its runs wait until it is back or another worker takes them."
 _HELP: Sequence[tuple[str, str]] = (
     ("No worker for", _NO_WORKER),
     ("No worker is", _NO_WORKER),
@@ -41,7 +44,7 @@ _HELP: Sequence[tuple[str, str]] = (
     ("Redis does not", "Start it, or check COTRAIN_REDIS_URL. Clients wait, and continue."),
     ("Redis could lose", "Set `appendonly yes` and `appendfsync always`, or accept the loss with COTRAIN_ACCEPT_DATA_LOSS."),
     ("Redis", "Check the log of Redis and its disk. Clients wait, and continue."),
-    ("The disk", "Free space on the disk of the data folder: requests are refused until then."),
+    ("The disk", "New requests are refused. Delete checkpoints, or make the disk of the data folder larger."),
     ("This process", "It is stopping. There is nothing to do."),
 )  # fmt: skip
 
@@ -133,7 +136,7 @@ async def _own(request: PageRequest, tenant: Tenant) -> dict[str, Any]:
     records = await services.records.pools()
     hours = [await last_minutes(services.connection, record.id, request.now, tenant.id) for record in records]
     count, size = await services.checkpoints.stored_bytes(tenant.id)
-    quotas = await services.quotas.of(tenant.id)
+    limits = {quota.name: quota.limit for quota in await show_quotas(services, tenant.id)}
     pause = (await read_pauses(services.connection)).notice(tenant.id)
     failures = await recent_failures(services.connection, request.now)
     own = {tenant.id: failures[tenant.id]} if tenant.id in failures else {}
@@ -148,15 +151,15 @@ async def _own(request: PageRequest, tenant: Tenant) -> dict[str, Any]:
         "went_wrong": _went_wrong(own, {tenant.id: "you"}),
         "went_wrong_tenants": len(own),
         "used": [
-            _part("Checkpoints", size, quotas.checkpoint_bytes, f"{count:,} of {quotas.checkpoints:,}"),
-            _part("Live runs' state", status["run_bytes"], quotas.run_bytes, ""),
-            _part("Results not fetched", status["unread_bytes"], quotas.unread_bytes, ""),
+            _part("Checkpoints", size, limits["checkpoint_bytes"], f"{count:,} of {limits['checkpoints']:,}"),
+            _part("Live runs' state", status["run_bytes"], limits["run_bytes"], ""),
+            _part("Results not fetched", status["unread_bytes"], limits["unread_bytes"], ""),
         ],
     }
 
 
 def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
-    """Return the bar of a quota. `most` is 0 without a fixed limit."""
+    """Return the bar of a quota."""
     return {"name": name, "used": used, "most": most, "more": more}
 
 
@@ -167,6 +170,7 @@ class Problem:
     level: Literal["bad", "warn"]  # `bad`: a component does not run
     text: str
     todo: str
+    run: str = ""  # the run that it concerns
 
 
 def problems_of(status: Mapping[str, Any], disk_reserve_bytes: int) -> list[Problem]:
@@ -188,7 +192,7 @@ def _is_of_workers(reason: str) -> bool:
 
 def _help(reason: str, pools: Sequence[Mapping[str, Any]]) -> str:
     if _is_of_workers(reason) and (exits := " ".join(map(_exits, pools)).strip()):
-        return exits
+        return f"{exits} {_RUNS_WAIT}"
     return next(
         (text for start, text in _HELP if reason.startswith(start)),
         "Its log has the reason; cotrain serve starts it again.",
@@ -204,8 +208,7 @@ def _of_pool(pool: Mapping[str, Any], reasons: Sequence[str]) -> Iterator[Proble
         yield Problem(
             "bad" if not alive else "warn",
             f"{plural(len(missing), 'worker')} of {name} without a heartbeat: {', '.join(missing)}.",
-            _exits(pool)
-            or "Its runs wait until it is back or another worker takes them. Its log has the reason of its end.",
+            f"{_exits(pool) or _HANGS} {_RUNS_WAIT}",
         )
     for worker in pool["workers"]:
         if not worker["accepts_saves"]:
@@ -224,7 +227,8 @@ def _of_pool(pool: Mapping[str, Any], reasons: Sequence[str]) -> Iterator[Proble
         yield Problem(
             "warn",
             f"A run of {name} has waited for a missing request for {duration(pool['queue']['oldest_gap_s'])}.",
-            "Its client failed to send it. The requests after it fail after COTRAIN_GAP_LIMIT_S.",
+            "Its client failed to send it. The requests after it fail after COTRAIN_GAP_LIMIT_S; other runs continue.",
+            pool["queue"]["oldest_gap_run"],
         )
 
 

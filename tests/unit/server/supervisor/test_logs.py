@@ -1,7 +1,9 @@
 """Log lines: those of a start, each read once, and those of a Redis whose next start would fail too."""
 
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +75,18 @@ def test_a_transient_reason_is_reported_and_retried(tmp_path: Path, said: str, t
 
 def test_a_redis_without_log_lines_gives_no_reason(tmp_path: Path) -> None:
     assert reason_of_redis(DataFolder(tmp_path), tmp_path, ["", "no JSON", '{"event": 1}']) is None
+
+
+def test_a_full_disk_is_the_reason_though_its_log_lines_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    found = reason(tmp_path, "* monotonic clock: POSIX clock_gettime")
+    assert found == Reason(
+        f"The disk of {tmp_path} is full, so Redis cannot write its log. Free some space.", is_final=False
+    )
+    monkeypatch.undo()
+    assert reason(tmp_path, "* monotonic clock: POSIX clock_gettime") == Reason("DB loaded.", is_final=False)
 
 
 def test_only_lines_written_from_now_on_are_read(tmp_path: Path) -> None:

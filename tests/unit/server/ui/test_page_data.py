@@ -26,6 +26,7 @@ from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, Worke
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.recent_activity import Minute
 from cotrain_store.tenants.run_list import RunPosition
+from cotrain_store.usage import cycle_counts
 
 NOW = 10_000.0
 
@@ -50,7 +51,8 @@ def cycle(number: int, *tenants: str, start: float = 0.0, tokens: int = 10) -> d
     return {
         "cycle": number, "worker": "w0", "planned_at": start, "started_at": start + 0.5,
         "duration_ms": 1000.0, "wave_ms": 600.0, "optim_ms": 200.0, "sampling_ms": 100.0,
-        "tokens": tokens * len(tenants), "padded_tokens": 2 * tokens * len(tenants), "forwards": 1,
+        "tokens": tokens * len(tenants), "computed_tokens": tokens * len(tenants),
+        "padded_tokens": 2 * tokens * len(tenants), "forwards": 1,
         "outcome": "ok",
         "runs": [
             {"run": f"{tenant}-session:train:0", "tenant": tenant, "tokens": tokens,
@@ -58,6 +60,13 @@ def cycle(number: int, *tenants: str, start: float = 0.0, tokens: int = 10) -> d
             for tenant in tenants
         ],
     }  # fmt: skip
+
+
+def test_a_prompt_that_is_computed_once_makes_no_negative_padding() -> None:
+    shared = cycle(1, "a", "b") | {"computed_tokens": 4, "padded_tokens": 5}  # of 20 tokens
+    shown = timeline_of([shared], Viewer(None, {}))
+    assert [each["padding"] for each in shown["cycles"]] == [0.2]
+    assert (shown["cycles"][0]["tokens"], cycle_counts(shared, {}, {})["padding_tokens"]) == (20, 1)
 
 
 def test_two_tenants_share_a_bar_in_two_colours() -> None:
@@ -165,7 +174,7 @@ def test_runs_of_different_length_share_an_axis() -> None:
 def status_of(**changes: Any) -> dict[str, Any]:
     pool = {
         "base_model": "m", "workers": [], "workers_unavailable": ["w0"],
-        "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0},
+        "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0, "oldest_gap_run": ""},
     }  # fmt: skip
     return {
         "reasons": [], "pools": [{**pool, **changes}],
@@ -181,7 +190,7 @@ def test_a_worker_without_a_heartbeat_is_a_problem_with_a_remedy() -> None:
     assert "log" in problem.todo
     exits = {"w0": {"text": "restarted 4 times, last reason: No such folder."}}
     (problem,) = problems_of(status_of(worker_exits=exits), 10**9)
-    assert problem.todo == "w0: restarted 4 times, last reason: No such folder."
+    assert problem.todo.startswith("w0: restarted 4 times, last reason: No such folder. Its runs wait")
     assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
 
 
@@ -191,7 +200,8 @@ def test_a_crash_loop_is_one_problem(reason: str) -> None:
     looping = status_of(worker_exits=exits)
     looping["reasons"] = [reason, "worker-w0: exited with status 2, 4 times in the last minute"]
     (problem,) = problems_of(looping, 10**9)
-    assert (problem.text, problem.todo) == (reason, f"w0: {exits['w0']['text']}")
+    assert problem.text == reason
+    assert problem.todo.startswith(f"w0: {exits['w0']['text']} Its runs wait")
     looping["pools"][0]["worker_exits"] = {}  # a loop without stored exits remains visible
     assert len(problems_of(looping, 10**9)) == 2
 
@@ -201,13 +211,16 @@ def test_each_limit_has_a_sentence() -> None:
 
 
 def test_the_worst_problem_comes_first() -> None:
-    slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
+    slow = status_of(
+        workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0, "oldest_gap_run": "r:train:0"}
+    )
     slow["reasons"] = ["No scheduler is running."]
     slow["redis"] = {"memory_bytes": 8, "memory_limit_bytes": 10}
     slow["disk"] = {"free_bytes": 15 * 10**8, "total_bytes": 10**10}
     found = problems_of(slow, 10**9)
     assert [problem.level for problem in found] == ["bad", *["warn"] * 4]
     assert all(problem.todo for problem in found)
+    assert [problem.run for problem in found if problem.run] == ["r:train:0"]
 
 
 def test_a_disk_below_five_percent_is_a_problem() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_server.views.waiting import WaitState, brief_why, why
+from cotrain_server.views.waiting import WaitState, _duration, brief_why, why
 from cotrain_store.messages.fleet import Pause, Pauses, WorkerExit, WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
@@ -117,3 +117,7 @@ def test_a_list_shows_a_cause_without_the_other_work_of_the_pool(
 ) -> None:
     found, text = brief_why(WaitState(**{"run": run(), "now": NOW, "pool": pool(), **changes}))
     assert (found, words in text) == (cause, True), text
+
+
+def test_a_long_time_is_in_minutes_or_hours() -> None:
+    assert [_duration(seconds) for seconds in (-1, 30, 119, 731, 7_300)] == ["0 s", "30 s", "119 s", "12 min", "2 h"]

@@ -116,19 +116,41 @@ class KernelLora:
         self._tables = tables
         self._outputs = SiblingResults[torch.Tensor]()
 
-    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`; the first sibling computes the outputs of all."""
-        return self._outputs.take(module, x, lambda: self._together(self._siblings[module], x))
+    def linear(
+        self,
+        module: str,
+        x: torch.Tensor,
+        weight: FrozenWeight,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`; the first sibling computes the outputs of all.
+
+        The result of a module without siblings is added to `residual`, in its memory.
+        """
+        return self._outputs.take(module, x, lambda: self._together(self._siblings[module], x, residual))
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place; `module` has no siblings."""
         add_lora(self._siblings[module], self._tables, x, [y])
 
-    def _together(self, own: Siblings, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _together(self, own: Siblings, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, torch.Tensor]:
         linears = [self._linears[target.name] for target in own.targets]
-        ys = [functional.linear(x, dense(each.weight), each.bias) for each in linears]
+        ys = [product(x, dense(each.weight), each.bias, residual) for each in linears]
         add_lora(own, self._tables, x[0], [y[0] for y in ys])
         return {target.name: y for target, y in zip(own.targets, ys, strict=True)}
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `x W^T + b` of `x` `[1, T, in]`, or `residual` after it was added there."""
+    if residual is None:
+        return functional.linear(x, weight, bias)
+    if bias is not None:
+        residual += bias
+    residual[0].addmm_(x[0], weight.t())
+    return residual
 
 
 def add_lora(own: Siblings, tables: LoraTables, x: torch.Tensor, ys: Sequence[torch.Tensor]) -> None:
@@ -150,7 +172,7 @@ _SCHEMAS = {
 
 def shrink_rows(x: torch.Tensor, tiles: torch.Tensor, most: int, largest: int, offsets: Sequence[int]) -> torch.Tensor:
     """Return the parts of `x A^T` of each module, fp32 `[SPLITS, T, modules * largest]`; other rows are undefined."""
-    assert x.stride(1) == 1
+    x = x if x.stride(1) == 1 else x.contiguous()
     sums, count = _new_sums(x, tiles, most, largest, offsets), len(offsets)
     size = shrink_tiles(x.element_size())
     _programs().shrink_rows[(min(PROGRAMS, most * SPLITS * count),)](

@@ -1,16 +1,16 @@
 # mypy: ignore-errors
 """Triton kernels of LoRA in a decoder step, for all modules that read the same `x`.
 
-`shrink_rows` and `expand_rows` are the two products of LoRA as in Punica's SGMV (Chen et al. 2023,
-https://arxiv.org/abs/2310.18547). A tile has 16 rows of one adapter at most, for generated tokens and for prompts, so
-that a row has the same bits in both.
+The two products are those of Punica's SGMV (Chen et al. 2023). A tile has 16 rows of one adapter at most, for generated
+tokens and for prompts, so that a row has the same bits in both.
 
-`table` int64 `[1 + n, 4]` begins with a row that holds the number of tiles. The others hold the first row, the end of the
-adapter's rows, its padded rank, and the address of its slot. A matrix lies at `rank / 8` times its offset in a slot of
-rank 8.
+`table` int64 `[1 + n, 4]` begins with a row that holds the number of tiles. The others hold the first row, the end of
+the adapter's rows, its padded rank, and the address of its slot. A matrix lies at `rank / 8` times its offset in a slot
+of rank 8.
 
-**Parts.** The depth of `x A^T` is cut into `SPLITS` parts, which run side by side. `expand_rows` adds them in order. The cut
-depends on the width alone, so the bits of a row do not depend on other rows, on slots, or on the size of the grid.
+**Parts.** The depth of `x A^T` is cut into `SPLITS` parts, which run side by side. `expand_rows` adds them in order.
+The cut depends on the width alone, so the bits of a row do not depend on other rows, on slots, or on the size of the
+grid.
 
 **Grid.** Program z of n computes the blocks z, z + n, ... of all tiles. A CUDA graph can so have one grid for any
 adapters. Rows beyond a tile, a rank or a width are never loaded, so that no zero is multiplied with a neighbour's NaN.

@@ -81,8 +81,15 @@ class Attention(Protocol):
 class Lora(Protocol):
     """LoRA of a step, with the adapter of each row."""
 
-    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+    def linear(
+        self,
+        module: str,
+        x: torch.Tensor,
+        weight: FrozenWeight,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter, plus `residual`, which is given up."""
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
@@ -98,6 +105,7 @@ class MixedStep:
         self._experts = experts
         self._attention = attention
         self._lora = lora
+        self._residuals: dict[str, torch.Tensor] = {}  # by the module to whose output they are added
         self._chosen: list[torch.Tensor] = []  # [T, k] of each layer with experts
         self.routes: torch.Tensor | None = None
         """Experts that routers chose, int16 `[T, layers, k]` on the device, once the model has run."""
@@ -121,7 +129,11 @@ class MixedStep:
 
     def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
-        return self._lora.linear(module, x, weight, bias)
+        return self._lora.linear(module, x, weight, bias, self._residuals.pop(module, None))
+
+    def add_to(self, module: str, residual: torch.Tensor) -> None:
+        """Add `[1, T, out]` to the next output of `module`, which has no siblings; its memory may be overwritten."""
+        self._residuals[module] = residual
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -187,11 +199,18 @@ class RowLora:
             else:
                 self._short.append(_gathered(group, device))
 
-    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+    def linear(
+        self,
+        module: str,
+        x: torch.Tensor,
+        weight: FrozenWeight,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter, plus `residual`."""
         y = functional.linear(x, dense(weight), bias)
         self.add(module, x[0], y[0])
-        return y
+        return y if residual is None else y.add_(residual)
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""

@@ -1,6 +1,7 @@
 """Insertion of kernels into the layers of a base model: norms, rotations and gates.
 
-With the LoRA backend `fused`, gates and residual additions are part of the adjacent products instead.
+With the LoRA backend `fused`, gates and residual additions are part of the adjacent products instead. In decoding,
+residual additions are, too.
 
 A layer's computation is recognised by a pure function with identical bits. A kernel is compared with that function
 before it replaces it. Otherwise the layer keeps the code of transformers, and the log says so.
@@ -182,29 +183,30 @@ def _rotation(norm: Any, checked: Checked, examples: tuple[torch.Tensor, ...]) -
 
 
 def _fuse_residuals(layer: Any, norms: Mapping[Any, Norm | None], router: Router, asking: Callable[[Any], Any]) -> bool:
-    """Add a layer's residuals inside the products in training, if its MLP computes its gate there."""
+    """Add a layer's residuals inside the products before them, if its MLP computes its gate there in training."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
     before_attention, before_mlp = (norms.get(getattr(layer, name)) for name in NORMS)
     if before_attention is None or before_mlp is None:
         return False
-    plain = layer.forward
+
+    def add_to(module: Any, residual: torch.Tensor) -> None:
+        adder: Any = router.step or router.route.lora
+        adder.add_to(module.name, residual)
 
     def forward(hidden_states: torch.Tensor, **rest: Any) -> Any:
-        lora: Any = router.route.lora
         normed, kept = before_attention(hidden_states)
-        lora.add_to(layer.self_attn.o_proj.name, kept)
+        add_to(layer.self_attn.o_proj, kept)
         hidden_states, _ = layer.self_attn(hidden_states=normed, **rest)
         return by_rows(router, hidden_states, mlp)
 
     def mlp(hidden_states: torch.Tensor) -> Any:
-        lora: Any = router.route.lora
         normed, kept = before_mlp(hidden_states)
-        lora.add_to(layer.mlp.down_proj.name, kept)
+        add_to(layer.mlp.down_proj, kept)
         return layer.mlp(normed)
 
     trained = asking(forward)
-    layer.forward = lambda *args, **rest: (trained if router.step is None else plain)(*args, **rest)
+    layer.forward = lambda *args, **rest: (trained if router.step is None else forward)(*args, **rest)
     return True
 
 

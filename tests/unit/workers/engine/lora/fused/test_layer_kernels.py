@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
@@ -86,11 +87,17 @@ def test_recomputing_a_layer_changes_no_bit(load: Load) -> None:
     assert same_bits(once.adapters.state(OWN.run), twice.adapters.state(OWN.run))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
-def test_the_decoder_gets_the_results_of_plain_layers(load: Load, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "by_kernels"), [("qwen3", False), ("qwen3", True), ("llama", False), ("gemma2", False)]
+)
+def test_the_decoder_gets_the_results_of_plain_layers(
+    load: Load, monkeypatch: pytest.MonkeyPatch, family: str, *, by_kernels: bool
+) -> None:
     weights, found = trained_weights(load(family, "seg")), []
     for lora in ("seg", "fused"):
         engine = load(family, lora)
+        if lora == "fused":  # on CUDA kernels also add LoRA and residuals
+            monkeypatch.setattr(model_runner, "lora_kernel_takes", lambda _: by_kernels)
         decoder = engine.decoder(weights.__getitem__, kv_tokens=2048, text=None)
         mine = request("mine", np.arange(20), "all-8", max_tokens=4)
         output = finish(decoder, [mine])["mine"]
