@@ -98,7 +98,8 @@ $(VENV)/.chart-installed: $(INSTALLED)
 test-kernels: $(if $(IS_GPU),$(GPU_VENV)/.installed,$(VENV)/.kernels-installed) ## Run the engine's GPU kernels in Triton's interpreter, on the CPU (690 MB more; VERSIONS=gpu: 5 GB)
 	TRITON_INTERPRET=1 $(if $(IS_GPU),PYTHONPATH=$(GPU_VENV)/interpreter:.:workers:scheduler $(GPU_VENV)/bin/python -W ignore -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider,$(BIN)/python -m pytest) -n 2 $(ARGS) \
 	  tests/unit/workers/engine/lora/fused tests/unit/workers/engine/decoding/test_page_kernel.py \
-	  tests/unit/workers/engine/decoding/test_lora_kernel.py
+	  tests/unit/workers/engine/decoding/test_lora_kernel.py \
+	  tests/unit/workers/engine/decoding/test_step_experts.py
 
 $(VENV)/.kernels-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group kernels

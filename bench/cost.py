@@ -35,7 +35,8 @@ from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.lora_kernel import FAMILIES, KernelLora, LoraTables, siblings_of
 from cotrain_workers.engine.decoding.page_kernel import KernelAttention, graph_tables
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, padded_rank, slot_layout
-from cotrain_workers.engine.decoding.step import Lora, MixedStep, RowLora
+from cotrain_workers.engine.decoding.step import MixedStep
+from cotrain_workers.engine.decoding.step_experts import experts_of_step, units_of
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep
 from tests.support.fake_cuda import Launch, LaunchLog, counts
@@ -232,6 +233,10 @@ def flops(launch: Launch) -> float:
             weights = launch.args[1]
             rows = launch.args[0] if launch.name == "expert_expand" else launch.args[0][0]
             return 2.0 * int(rows[0]) * len(weights) * size(weights[0][1:])
+        case "step_expand":
+            # Each expert has equally many rows, each of which is multiplied once.
+            pairs, weights = int(launch.args[6][1]), launch.args[1]
+            return 2.0 * pairs * len(weights) * size(weights[0][1:])
         case "lora_expand_back":
             return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "bmm" | "linear" | "addmm_":
@@ -275,7 +280,7 @@ def train(shape: Shape, layers: int, settings: Args) -> tuple[FakeEngine, Launch
 def decode(shape: Shape, layers: int, settings: Args) -> FakeEngine:
     """Run one decode step of `rows` sequences over `adapters` adapters.
 
-    It is the step that a graph captures. A mixture of experts has no graph, and adds LoRA by row.
+    It is the step that a graph captures.
     """
     fake, rows = FakeEngine(shape, layers, settings), settings.rows
     pages = -(-settings.context // PAGE)
@@ -288,17 +293,18 @@ def decode(shape: Shape, layers: int, settings: Args) -> FakeEngine:
         cache = KvCache(base.kv, rows * pages, PAGE, DEVICE, BF16)
         lengths, table = (zeros(*each, dtype=torch.int32) for each in ((rows,), (rows, pages)))
         tables = graph_tables(zeros(rows), lengths, table, cache)
+        siblings = {target.name: own for own in siblings_of(base.targets) for target in own.targets}
+        table = zeros(len(FAMILIES), 1 + rows, 4)
+        most = [settings.adapters] * len(FAMILIES)  # at most 16 rows of each, so a tile
+        lora = KernelLora(siblings, base.router.linears, LoraTables(table, most, padded_rank(settings.rank)))
+        experts = None
         if isinstance(shape, Mixture):
             layout = slot_layout(base.targets, settings.rank)
             pool = Pool(layout, zeros(settings.adapters, layout.size, dtype=BF16))
             slots = [Slot(pool, at, frozenset(layout.target_by_name)) for at in range(settings.adapters)]
-            lora: Lora = RowLora([slots[at * len(slots) // rows] for at in range(rows)], DEVICE)
-        else:
-            siblings = {target.name: own for own in siblings_of(base.targets) for target in own.targets}
-            table = zeros(len(FAMILIES), 1 + rows, 4)
-            most = [settings.adapters] * len(FAMILIES)  # at most 16 rows of each, so a tile
-            lora = KernelLora(siblings, base.router.linears, LoraTables(table, most, padded_rank(settings.rank)))
-        route = MixedStep(KernelAttention(cache, tables), lora)
+            of_rows = [slots[at * len(slots) // rows] for at in range(rows)]
+            experts = experts_of_step(units_of(base.targets), of_rows, [False] * rows, rows, DEVICE)
+        route = MixedStep(KernelAttention(cache, tables), lora, experts=experts)
         fake.reads.clear()
         fake.log.launches.clear()
         with torch.no_grad(), fake.log:

@@ -169,7 +169,7 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
     of_rows = x.index_select(0, sorted_rows.tokens)
     shares = torch.rand(len(of_rows), device=CUDA)
     low, ops = first.outer_low(x, of_rows), torch.ops.cotrain
-    gate, up, inner = ops.expert_expand(of_rows, base.gate_and_up, SILU, low, shares, *first.of_rows)
+    gate, up, inner = ops.expert_expand(of_rows, base.gate_and_up, [], SILU, low, shares, *first.of_rows)
     inner_low = last.inner_low([inner])
     ends = sorted_rows.bounds[1:, 0].contiguous()
     flops = 2.0 * len(of_rows) * width * inner_width  # of one product
@@ -179,7 +179,7 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
         "grouped_mm_gate_up": (2, lambda: functional.grouped_mm(of_rows, turned, offs=ends)),
         "expand_gate_up": (2, lambda: expand(of_rows, both_w, SILU, low, shares, *first.of_rows)),
         "grouped_mm_down": (1, lambda: functional.grouped_mm(inner, base.down.mT, offs=ends)),
-        "expand_down": (1, lambda: expand(inner, [base.down], 0, inner_low, shares, *last.of_rows)),
+        "expand_down": (1, lambda: expand(inner, [base.down], [], 0, inner_low, shares, *last.of_rows)),
         "back_down": (1, lambda: back([of_rows], [base.down], both, SILU, inner_low, shares, *last.of_rows)),
         "back_gate_up": (2, lambda: back(both, both_w, [], 0, low, shares, *first.of_rows)),
     }  # fmt: skip

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from bench.support.model import Shape, config_of
 from bench.support.record import Args
 from cotrain_workers.engine.adapters import bank
+from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
@@ -91,6 +92,7 @@ class FakeEngine:
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
             kernel_check: {"disagreement": lambda *_, **__: None},
             tables: {"address_of": lambda *_: 0},
+            Slot: {"address": 0},
             attention: {"varlen_is_right": lambda *_: True},
             fused_layers: {
                 "first_equal": lambda candidates, *_: candidates[0],

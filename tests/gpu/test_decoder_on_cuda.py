@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import lora_kernel, model_runner, page_kernel
+from cotrain_workers.engine.decoding import expert_check, lora_kernel, model_runner, page_kernel
 from cotrain_workers.engine.decoding.lora_kernel import Siblings
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
@@ -26,6 +26,12 @@ from tests.support.decoding import (
     request,
     trained_weights,
 )
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.step_experts import experts_of_step, units_of
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.self_check import TOLERANCE
+from cotrain_workers.engine.model.kernel_check import SIZES, WIDE_SIZES, RandomExperts, Tokens, random_tokens
+from tests.support.decoding import finish, gap_to_trainer, graph_report, is_same_alone, output, request, trained_weights
 from tests.support.page_problem import LENGTHS, Case, Rule, assert_dense, attend, problem, sequence
 from tests.support.row_problem import GROUPS, added, expected, gap, operands, slots
 from tests.support.tiny_models import FAMILIES, build_tiny
@@ -81,6 +87,51 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
         for one, other in zip(with_graphs.sequences, plain.sequences, strict=True)
     ]
     assert np.concatenate(gaps).mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [SIZES, WIDE_SIZES, (2048, 768)])
+def test_kernels_of_experts_equal_the_loop(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    assert expert_check.difference(CUDA, dtype, sizes) <= TOLERANCE[dtype]
+
+
+def test_a_row_of_experts_has_the_same_bits_alone_and_among_others() -> None:
+    module = RandomExperts((2048, 768), CUDA, torch.bfloat16, experts=8)
+    adapters = expert_check.random_slots(module, expert_check.SPECS)
+    slots = [([None, *adapters])[at * 7 % 5] for at in range(96)]
+    tokens = random_tokens(module, len(slots))
+    units = units_of(module.targets)
+
+    def computed(rows: slice, *, is_prompt: bool) -> torch.Tensor:
+        own = slots[rows]
+        # Every second neighbour is of the other kind.
+        kinds = [is_prompt if len(own) == 1 or at % 2 else not is_prompt for at in range(len(own))]
+        kernels = experts_of_step(units, own, kinds, len(own), CUDA)
+        return expert_check.run(module, Tokens(*(each[rows] for each in tokens)), own, kernels)
+
+    for is_prompt in (False, True):
+        together = computed(slice(None), is_prompt=is_prompt)
+        for at in range(1, len(slots), 2):
+            assert torch.equal(computed(slice(at, at + 1), is_prompt=is_prompt)[0], together[at]), (is_prompt, at)
+
+
+def test_a_mixture_of_experts_decodes_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.load(str(build_tiny("qwen3_moe", tmp_path, hidden=128)), device="cuda")
+    weights = trained_weights(engine)
+    mine = request("mine", np.arange(100), "all-8", num_samples=5, max_tokens=40, return_routed_experts=True)
+
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
+    with_graphs = output(decoder, mine)
+    report = graph_report(decoder)
+    monkeypatch.setattr(model_runner, "fused_units", lambda _: {})
+    plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)
+
+    assert re.fullmatch(r"[1-9] in use", report), report
+    for one, other in zip(with_graphs.sequences, plain.sequences, strict=True):
+        same = same_prefix(one.tokens, other.tokens)
+        assert np.abs(one.logprobs - other.logprobs)[:same].mean() < 0.02
+        assert one.routed_experts is not None
+        assert one.routed_experts.shape[0] == len(one.tokens) - 1
 
 
 def same_prefix(ours: np.ndarray, theirs: np.ndarray) -> int:

@@ -15,10 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from cotrain_workers.engine.decoding import lora_kernel, page_kernel
-from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
+from cotrain_workers.engine.lora.fused import step_expert_operators
+from cotrain_workers.engine.lora.fused.operators import BAND, CLAMPED, GELU, SILU
+from cotrain_workers.engine.lora.fused.step_expert_operators import PROMPT_ROWS, ROW_ROWS, RUN, row_tiles
 from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
     RANK,
@@ -39,7 +42,7 @@ WIDTH = 4096
 TYPES = {
     **dict.fromkeys(["tiles", "owners", "members", "spans", "bounds"], "*i32"),
     **{"positions": "*i64", "shares": "*fp32"},
-    **dict.fromkeys(["pitch", "experts", "segments", "chosen"], "i32"),
+    **dict.fromkeys(["pitch", "experts", "segments", "chosen", "bias_pitch"], "i32"),
     **{"entries": "*i64", "scales": "*fp32"},
     **dict.fromkeys(["stride", "height", "inputs", "columns", "width0", "width1", "width2"], "i32"),
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
@@ -48,6 +51,9 @@ TYPES = {
     **dict.fromkeys(["partial", "sums"], "*fp32"),
     **{"table": "*i64", "largest": "i32", **dict.fromkeys(["at0", "at1", "at2"], "i32")},
     **{"lengths": "*i32", "pages": "*i32", "scale": "fp32"},
+    **dict.fromkeys(["index"], "*i64"),
+    **dict.fromkeys(["kinds", "slots", "rows"], "*i32"),
+    **dict.fromkeys(["tokens", "groups", "b_width", "unit", "unit0", "unit1", "unit2", "unit3"], "i32"),
     **dict.fromkeys(["row_stride", "head_stride", "page_count", "capacity", "window"], "i32"),
 }
 #: Query heads, key-value heads and head size: Qwen3-8B, Gemma 2 2B, Phi-3 and a small model.
@@ -56,7 +62,7 @@ HEADS = ((32, 8, 128), (8, 4, 256), (32, 32, 96), (28, 4, 64))
 ODD = (
     *("height", "stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap", "scale"),
     *("spans", "lengths", "pages", "page_count", "capacity", "window"),
-    *("experts", "segments", "chosen", "bounds", "largest"),
+    *("experts", "segments", "chosen", "bounds", "largest", "tokens", "groups", "index", "kinds"),
 )
 
 
@@ -99,8 +105,8 @@ def of_experts(item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], T
     yield "find_tiles", {"EXPERTS": 128, "SEGMENTS": 128, "BM": ROWS}, Tiles(1, 1, 4, 1)
     size = expert_tiles(WIDTH, item, tma=tma)
     tile = {**plain, "BM": ROWS, "BN": size.columns, "BK": size.depth, "BR": RANK, "BAND": BAND}
-    for gate in (0, SILU, GELU):
-        yield "expert_expand", {**tile, "GATE": gate, "TMA": tma}, size
+    for gate in (0, SILU, GELU, CLAMPED):
+        yield "expert_expand", {**tile, "GATE": gate, "TMA": tma, "BIASED": gate == CLAMPED}, size
         modules = 1 if gate else 2
         yield "expert_expand_back", {**tile, "GATE": gate, "TMA": tma, "MODULES": modules}, size
     low, gradient = (each(1, WIDTH, item) for each in (shrink_tiles, gradient_tiles))
@@ -112,6 +118,27 @@ def of_experts(item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], T
         yield "expert_gradient", {**narrow, **tile}, gradient
     for shared in (False, True):
         yield "expert_sum", {"SHARED": shared, "BN": SUM_COLUMNS}, Tiles(1, 1, 4, 1)
+
+
+def of_steps(item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield the kernels of the experts of a decoder step, with their compile-time constants."""
+    plain: dict[str, Any] = {"WIDE": False}
+    ordered = {"BM": step_expert_operators.SORTED, "BN": step_expert_operators.COMPARED}
+    yield "order_rows", {"KINDS": True, **ordered}, Tiles(1, 1, 4, 1)
+    low = shrink_tiles(1, WIDTH, item)
+    for by_row, modules in ((False, 2), (True, 2), (True, 1)):
+        yield (
+            "step_shrink",
+            {**plain, "BY_ROW": by_row, "MODULES": modules, "BM": RUN, "BC": low.columns, "BK": low.depth},
+            low,
+        )
+    for height in (ROW_ROWS, PROMPT_ROWS):
+        for gate in (0, SILU, GELU, CLAMPED):
+            size = row_tiles(height, item, gated=gate != 0)
+            tile = {"BM": height, "BN": size.columns, "BK": size.depth, "BR": RANK}
+            yield "step_expand", {**plain, **tile, "GATE": gate, "PLUS": True, "BIASED": gate == CLAMPED}, size
+    combined = {"BN": step_expert_operators.COMBINED, "BR": RANK}
+    yield "step_combine", combined, Tiles(1, 1, 4, 1)
 
 
 def attentions(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
@@ -164,13 +191,14 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     from triton.backends.compiler import GPUTarget
 
     from cotrain_workers.engine.decoding import lora_programs, page_programs
-    from cotrain_workers.engine.lora.fused import expert_programs, programs
+    from cotrain_workers.engine.lora.fused import expert_programs, programs, step_expert_programs
     from cotrain_workers.engine.model import layer_programs
 
-    modules = (programs, expert_programs, layer_programs, page_programs, lora_programs)
+    modules = (programs, expert_programs, step_expert_programs, layer_programs, page_programs, lora_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
-    signature = {each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names}
+    types = {**TYPES, "positions": "*i32"} if kernel.__module__ == step_expert_programs.__name__ else TYPES
+    signature = {each: "constexpr" if each in constants else types.get(each, f"*{dtype}") for each in names}
     divisible = {
         (at,): [["tt.divisibility", 16]] for at, each in enumerate(names) if each not in constants and each not in ODD
     }
@@ -201,7 +229,7 @@ if __name__ == "__main__":
             print(json.dumps(row | resources(found)))
     tma = arch >= 90
     for count in (1, 3, 0):  # 0: experts
-        found_variants = variants(count, 2, tma=tma) if count else of_experts(2, tma=tma)
+        found_variants = variants(count, 2, tma=tma) if count else chain(of_experts(2, tma=tma), of_steps(2))
         for kernel, given, sizes in found_variants:
             found = compiled(kernel, "bf16", given, sizes, arch)
             ptx = found.asm["ptx"]
@@ -210,7 +238,7 @@ if __name__ == "__main__":
                 "modules": count,
                 "gate": given.get("GATE", 0),
                 "shared": found.metadata.shared,
-                **(resources(found) if kernel.startswith("expert_") else {}),
+                **(resources(found) if kernel.startswith(("expert_", "step_", "order_")) else {}),
                 "narrow_loads": ptx.count("ld.global.b16"),
                 "wide_copies": ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor"),
             }

@@ -29,11 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import head_traffic, lora_traffic
+from tests.support import head_traffic, lora_traffic, step_traffic
 from tests.support.nested import leaves, mapped
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-TRAFFIC = {**lora_traffic.BYTES, **head_traffic.BYTES}  # the engine's own kernels
+TRAFFIC = {**lora_traffic.BYTES, **step_traffic.BYTES, **head_traffic.BYTES}  # the engine's own kernels
 TOTAL_BYTES = 150_000_000_000  # about that of an H200
 #: Ops that launch nothing.
 VIEWS = frozenset(

@@ -146,6 +146,7 @@ def expert_shrink(
 def expert_expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    _biases: Any,
     gate: int,
     low: torch.Tensor,
     shares: torch.Tensor,

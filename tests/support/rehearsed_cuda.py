@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cotrain_workers.engine.decoding import lora_kernel, page_kernel
+from cotrain_workers.engine.decoding import expert_check, lora_kernel, page_kernel
 from cotrain_workers.engine.lora import backend
 from tests.support.nested import leaves, mapped
+from tests.support.plain_step_experts import PLAYED
 from tests.support.rehearsed_kernels import flash, flash_backward, lora_expand, lora_shrink, pages, wide_mm
 from tests.support.rehearsed_tensor import (
     Memory,
@@ -170,9 +171,24 @@ def nothing(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> None:
     """Do nothing, because streams are not simulated."""
 
 
+def histogram(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the histogram of integers, which only CUDA has."""
+    values, *rest = args
+    if not isinstance(values, OnDevice):
+        return func(*args, **kwargs)
+    return OnDevice(func(bare(values).float(), *rest, **kwargs).to(values.dtype))
+
+
+def of_experts(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute a kernel of the experts of a decoder step."""
+    return mapped(dressed, PLAYED[name_of(func.overloadpacket)](*mapped(bare, args)))
+
+
 SPECIAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(PLAYED, of_experts),
     "aten._to_copy": to_copy,
     "aten.copy_": copy,
+    "aten.histc": histogram,
     "aten.mm": wide_mm,
     "aten.record_stream": nothing,
     "cotrain.attend_pages": pages,
@@ -235,7 +251,7 @@ def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch, "Generator", lambda *_: real())
     patch.setattr(backend, "missing_kernels", lambda _: "kernels of Triton are not played")
-    for module in (lora_kernel, page_kernel):
+    for module in (expert_check, lora_kernel, page_kernel):
         patch.setattr(module, "missing_kernels", lambda _: None)
     patch.setattr(torch.Tensor, "pin_memory", pin)
     was = torch.are_deterministic_algorithms_enabled()

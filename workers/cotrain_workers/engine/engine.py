@@ -108,10 +108,11 @@ class Engine:
         if where.type != "cuda" and not base.lock_step.sharding:
             # not with sharding: memory freed by one layer would not fit the next one
             keep_freed_memory()
+        check_experts = partial(kernel_check.wrong_result, gate=base.router.expert_gate)
         lora = find_backend(
             lora_backend, base.targets, base.head_weight, base.router.linears,
             unfused_experts=base.router.unfused_experts,
-            check_experts=kernel_check.wrong_result if has_experts(base.targets) else None,
+            check_experts=check_experts if has_experts(base.targets) else None,
         )  # fmt: skip
         new_softmax, fused = fuse(base, lora.name) if fusion else (PlainSoftmax, ())
         if adapter_bytes is None and where.type == "cuda":

@@ -250,6 +250,31 @@ class Group(NamedTuple):
 ExpertRows = Mapping[int, Sequence[Group]]
 
 
+class ExpertWeights(NamedTuple):
+    """Frozen weights of the experts of a layer, and the kernel's number of their gate."""
+
+    gate_up: torch.Tensor  # [experts, 2 * inner, width], the rows of the gate first
+    down: torch.Tensor  # [experts, width, inner]
+    gate: int
+    gate_up_bias: torch.Tensor | None = None  # [experts, 2 * inner]
+    down_bias: torch.Tensor | None = None  # [experts, width]
+
+    @property
+    def gate_and_up(self) -> list[torch.Tensor]:
+        """Weights of gate and up, `[experts, inner, width]`."""
+        return list(self.gate_up.chunk(2, dim=1))
+
+    @property
+    def gate_biases(self) -> list[torch.Tensor]:
+        """Biases of gate and up, `[experts, inner]`; empty if there are none."""
+        return [] if self.gate_up_bias is None else list(self.gate_up_bias.chunk(2, dim=1))
+
+    @property
+    def down_biases(self) -> list[torch.Tensor]:
+        """Bias of down; empty if there is none."""
+        return [] if self.down_bias is None else [self.down_bias]
+
+
 class StepRoute(Protocol):
     """Route of a decoder step, in place of the training route; see `decoding/step.py`."""
 
@@ -264,8 +289,13 @@ class StepRoute(Protocol):
     def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
 
-    def note_experts(self, chosen: np.ndarray) -> None:
-        """Record the experts `[T, k]` that the router of the next layer has chosen."""
+    def experts(
+        self, name: str, own: ExpertWeights, x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the weighted sums of each token's experts `index` `[T, k]`; None if no kernel computes them."""
+
+    def end(self) -> None:
+        """Complete the results after the last layer."""
 
     def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
@@ -288,25 +318,13 @@ class LinearWeights(Protocol):
         """The bias, `[out]`, or None."""
 
 
-class ExpertWeights(NamedTuple):
-    """Frozen weights of the experts of a layer, and the kernel's number of their gate."""
-
-    gate_up: torch.Tensor  # [experts, 2 * inner, width], the rows of the gate first
-    down: torch.Tensor  # [experts, width, inner]
-    gate: int
-
-    @property
-    def gate_and_up(self) -> list[torch.Tensor]:
-        """Weights of gate and up, `[experts, inner, width]`."""
-        return list(self.gate_up.chunk(2, dim=1))
-
-
 class Router:
     """Holder of the route of the running micro-batch or decoder step, for the modules of one base model."""
 
     def __init__(self) -> None:
         self.linears: dict[str, LinearWeights] = {}  # by name
         self.unfused_experts = ""  # reason why no kernel computes the experts, if there is one
+        self.expert_gate = 0  # number of the kernel of their gate
         self.step: StepRoute | None = None  # set while a decoder step runs
         self.step_images: ImageRows | None = None  # of that step
         self._route: Route | None = None

@@ -106,6 +106,6 @@ def test_a_layer_with_experts_stays_within_its_budget() -> None:
     )
 
     assert found["fused"]["launches_per_layer"] <= 91, found["fused"]["ops"]
-    assert found["decode"]["launches_per_layer"] <= 227, found["decode"]["ops"]
+    assert found["decode"]["launches_per_layer"] <= 31, found["decode"]["ops"]
     assert found["fused"]["host_reads"] == 2  # values and norms
-    assert found["decode"]["host_reads"] == 2  # the chosen experts of each of the two layers
+    assert found["decode"]["host_reads"] == 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.decoding import model_runner
+from cotrain_workers.engine.decoding import expert_check, model_runner
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
@@ -263,6 +263,56 @@ def test_many_requests_finish_in_little_memory(
 
     assert len(found) == 24
     assert [each for each in found.values() if not isinstance(each, SampleOutput)] == []
+
+
+def test_a_mixture_of_experts_is_captured_and_decodes_without_a_wait(
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
+    monkeypatch.setattr(expert_check, "WIDE_SIZES", (32, 16))  # plain code is slow
+    step = inspect.unwrap(EngineDecoder.step)
+    monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))
+    folder = model_folder("qwen3_moe", layers=1)
+    engine, plain = load(folder), Engine.load(str(folder), dtype=torch.bfloat16)
+    specs = {"all-8": AdapterSpec(8, 1), "own-3": AdapterSpec(3, 2, per_expert=True), "mlp-16": AdapterSpec(16, 3)}
+    weights = {name: random_weights(spec, plain.adapters.layout_of) for name, spec in specs.items()}
+    asked = [
+        request(str(at), np.arange(3, 4 + 5 * at), run, temperature=0.0, max_tokens=12)
+        for at, run in enumerate([None, *specs])
+    ]
+    decoders = [each.decoder(weights.__getitem__, kv_tokens=2048, text=None) for each in (engine, plain)]
+    for each in asked:
+        decoders[0].add(each)
+    while decoders[0].step().decoded_tokens < 4:
+        pass
+    decoders[0].step()  # the graph is captured by now
+
+    cuda.mode = "error"
+    told = [decoders[0].step() for _ in range(3)]
+    cuda.mode = "default"
+    ours, theirs = finish(decoders[0], []), finish(decoders[1], asked)
+
+    assert graph_report(decoders[0]) == "1 in use"
+    assert [progress.decoded_tokens for progress in told] == [4] * 3
+    assert "is slow" not in caplog.text
+    for name, expected in theirs.items():
+        found = ours[name]
+        assert isinstance(found, SampleOutput)
+        assert isinstance(expected, SampleOutput)
+        for one, other in zip(found.sequences, expected.sequences, strict=True):
+            assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
+
+
+def test_a_decoder_without_kernels_of_experts_says_so(
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(expert_check, "missing_kernels", lambda _: "triton is not installed")
+    no_weights: dict[str, HostWeights] = {}
+
+    decoder = load(model_folder("qwen3_moe", layers=1)).decoder(no_weights.__getitem__, kv_tokens=2048, text=None)
+
+    assert decoder.runner.graphs is None
+    assert "Decoding is slow here, a loop over experts and adapters: triton is not installed" in caplog.text
 
 
 @pytest.mark.parametrize("trained_on", [pytest.param(False, marks=pytest.mark.variants), True])

@@ -292,9 +292,10 @@ class EngineDecoder:
 
     def _note_stored(self, forward: ForwardResult, results: StepResults) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
+        routes = forward.routes_on_host()
         for chunk, span, _ in forward.items:
             own = slice(span.row, span.row + chunk.stop - chunk.start)
-            experts = None if forward.experts is None else forward.experts[own].copy()
+            experts = None if routes is None else routes[own].copy()
             if not chunk.is_prompt:
                 chunk.sequence.stored = chunk.stop
                 chunk.sequence.note_experts(experts)

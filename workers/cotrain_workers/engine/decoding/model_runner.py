@@ -5,15 +5,17 @@ kernels is bound by their launches (about 40 to 60 ms for 36 layers); a graph is
 output has matched that of the same step in eager mode. It runs any adapters, in any slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from cotrain_workers.engine.decoding.expert_check import fused_units
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.lora_kernel import (
     FAMILIES,
@@ -37,6 +39,7 @@ from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Step
 from cotrain_workers.engine.decoding.sequence_pages import Plan
 from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.decoding.step import Item, Lora, MixedStep, RowLora, SlotOf, arrange, looked_up, padded
+from cotrain_workers.engine.decoding.step_experts import Sizes, Units, experts_of_step, sizes_of
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel, run_backbone
 from cotrain_workers.engine.model.families import UNEMBED
@@ -64,7 +67,14 @@ class ForwardResult:
 
     hidden: torch.Tensor  # [T, d]
     items: Sequence[Item]
-    experts: np.ndarray | None = None  # int16 [T, layers, k], as routers chose; None without experts
+    routes: torch.Tensor | None = None  # int16 [T, layers, k], as routers chose; None without experts
+
+    def routes_on_host(self) -> np.ndarray | None:
+        """Return the routes if a page of a prompt stores them or a request wants them. Waits for the device."""
+        work = [item.work for item in self.items]
+        if not any(each.is_prompt or each.sequence.group.request.return_routed_experts for each in work):
+            return None
+        return None if self.routes is None else self.routes.cpu().numpy()
 
 
 class ModelRunner:
@@ -89,16 +99,15 @@ class ModelRunner:
             and kernel_is_right(base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap)
         )
         self._kernel_lora: KernelLoraOf | None = None
-        # The rows of each expert are counted on the host, and each step has other states. A graph records neither.
-        if (
-            not has_experts(base.targets)
-            and lora_kernel_takes(weight)
-            and lora_kernel_is_right(base.targets, self._device, weight.dtype)
-        ):
+        self._units = fused_units(base)
+        # In a loop over experts, the host counts the rows of each, and each step has other states. A graph records neither.
+        loops = has_experts(base.targets) and not self._units
+        if not loops and lora_kernel_takes(weight) and lora_kernel_is_right(base.targets, self._device, weight.dtype):
             siblings = {target.name: own for own in siblings_of(base.targets) for target in own.targets}
             self._kernel_lora = partial(KernelLora, siblings, base.router.linears)
             if self._has_kernel and not base.states:
-                self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder(), self._kernel_lora)
+                recorder, lora_of = CudaRecorder(), self._kernel_lora
+                self.graphs = DecodeGraphs(self._run_model, cache, max_pages, recorder, lora_of, self._units)
 
     def forward(self, plan: Plan, slot_of: SlotOf, chosen: torch.Tensor | None = None) -> ForwardResult | None:
         """Compute a plan's rows and chunks; None if it has none.
@@ -109,25 +118,23 @@ class ModelRunner:
         if not items:
             return None
         has_images = any(item.work.sequence.group.request.images for item in items)
-        hidden = None
         if self.graphs is not None and not has_images:
-            hidden = self.graphs.run(items, chosen)
-        if hidden is None:
-            tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
-            rotary = _rotary_of(items, has_images=has_images)
-            filler = padded(len(tokens)) - len(tokens)
-            ids = to_device(torch.tensor([tokens + [0] * filler]), self._device)
-            rotary = np.pad(rotary, ((0, 0), (0, filler)))
-            at = to_device(rotary, self._device)
-            at = at[:, None] if has_images else at
-            if chosen is not None:
-                ids = looked_up(ids, chosen)
-            images = image_rows(_images_of(items), self._device) if has_images else None
-            route = self._route(items, ids.shape[1])
-            hidden = self._run_model(ids, at, route, images)
-            if route.experts:
-                return ForwardResult(hidden, items, np.stack(route.experts, axis=1))
-        return ForwardResult(hidden, items)
+            found = self.graphs.run(items, chosen)
+            if found is not None:
+                return found
+        tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
+        rotary = _rotary_of(items, has_images=has_images)
+        filler = padded(len(tokens)) - len(tokens)
+        ids = to_device(torch.tensor([tokens + [0] * filler]), self._device)
+        rotary = np.pad(rotary, ((0, 0), (0, filler)))
+        at = to_device(rotary, self._device)
+        at = at[:, None] if has_images else at
+        if chosen is not None:
+            ids = looked_up(ids, chosen)
+        images = image_rows(_images_of(items), self._device) if has_images else None
+        route = self._route(items, ids.shape[1])
+        hidden = self._run_model(ids, at, route, images)
+        return ForwardResult(hidden, items, route.routes)
 
     def _route(self, items: Sequence[Item], total: int) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
@@ -135,11 +142,15 @@ class ModelRunner:
         rows = [item.span for item in items if not item.work.is_prompt]
         chunks = [item.span for item in items if item.work.is_prompt]
         states = StepStates(self._cache, rows, chunks, total) if self._cache.states else None
+        experts = None
+        if self._units:
+            is_prompt = [item.work.is_prompt for item in items for _ in positions(item.span)]
+            experts = experts_of_step(self._units, slots, is_prompt, total, self._device)
         if self._has_kernel:
             tables = kernel_tables(spans, self._cache, self._group, self._device)
-            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots), states)
+            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots), states, experts)
         plain = PagedAttention(self._cache, rows, chunks, self._device)
-        return MixedStep(plain, self._lora(slots), states)
+        return MixedStep(plain, self._lora(slots), states, experts)
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""
@@ -186,7 +197,9 @@ def run_model(
 ) -> torch.Tensor:
     """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to hidden states `[T, d]`."""
     with base.router.use_step(route, images):
-        return run_backbone(base, ids, positions)[0]
+        hidden = run_backbone(base, ids, positions)[0]
+    route.end()
+    return hidden
 
 
 class PinnedBuffer:
@@ -268,30 +281,38 @@ class Captured:
     replay: Callable[[], None]
     inputs: Inputs
     hidden: torch.Tensor  # [rows, d]
+    route: MixedStep
 
 
 class DecodeGraphs:
     """CUDA graphs of one model. A shape whose graph failed or differed runs eagerly from then on."""
 
     def __init__(
-        self, run_model: RunModel, cache: KvCache, max_pages: int, record: Record, lora_of: KernelLoraOf
+        self,
+        run_model: RunModel,
+        cache: KvCache,
+        max_pages: int,
+        record: Record,
+        lora_of: KernelLoraOf,
+        units: Mapping[str, Units] = MappingProxyType({}),
     ) -> None:
         self.refused: list[str] = []  # reasons why graphs are not used, for the operator
         self._run_model = run_model
         self._cache = cache
         self._max_pages = max_pages
-        self._captured: dict[int, Captured | None] = {}  # by number of rows
+        self._captured: dict[tuple[int, Sizes], Captured | None] = {}  # by number of rows and sizes
         self._largest = FIRST_RANK  # of the adapters that the graphs take
         self._record = record
         self._lora_of = lora_of
+        self._units = units
 
     @property
     def used(self) -> int:
         """Return the number of graphs in use."""
         return sum(captured is not None for captured in self._captured.values())
 
-    def run(self, items: Sequence[Item], chosen: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the hidden states of a step, or None if it must run eagerly.
+    def run(self, items: Sequence[Item], chosen: torch.Tensor | None = None) -> ForwardResult | None:
+        """Return the results of a step, or None if it must run eagerly.
 
         `chosen` are the last tokens chosen on the device, among them the unread tokens of the sequences.
         """
@@ -302,19 +323,32 @@ class DecodeGraphs:
             self._largest = rank
             self._captured.clear()
         rows = next(rows for rows in ROWS if rows >= len(items))
-        if rows not in self._captured:
-            self._captured[rows] = self._capture(rows, items, chosen)
-        captured = self._captured[rows]
+        key = rows, self._sizes(items)
+        if key not in self._captured:
+            self._captured[key] = self._capture(rows, items, chosen)
+        captured = self._captured[key]
         if captured is None:
             return None
         captured.inputs.fill(items, chosen)
+        captured.route.replace_adapters(items)
         captured.replay()
-        return captured.hidden
+        return ForwardResult(captured.hidden, items, captured.route.routes)
+
+    def _sizes(self, items: Sequence[Item]) -> Sizes:
+        """Return the properties of a step that the launches of its experts depend on; the same without experts."""
+        return sizes_of(item.slot for item in items)._replace(rank=self._largest) if self._units else Sizes()
 
     def _capture(self, rows: int, items: Sequence[Item], chosen: torch.Tensor | None) -> Captured | None:
         inputs = Inputs(rows, self._max_pages, self._largest, self._cache)
         inputs.fill(items, chosen)
-        route = MixedStep(KernelAttention(self._cache, inputs.tables), self._lora_of(inputs.lora))
+        experts = None
+        if self._units:
+            slots = [item.slot for item in items]
+            none_is_prompt = [False] * len(slots)
+            device = self._cache.device
+            experts = experts_of_step(self._units, slots, none_is_prompt, rows, device, self._sizes(items))
+        attention = KernelAttention(self._cache, inputs.tables)
+        route = MixedStep(attention, self._lora_of(inputs.lora), experts=experts)
         # Not a method of this object, which would create a cycle: dropping a decoder frees its memory at once.
         work = partial(self._run_model, inputs.ids, inputs.positions, route)
 
@@ -333,7 +367,7 @@ class DecodeGraphs:
         if not gap <= TOLERANCE * largest:
             self.refused.append(f"{rows} rows: hidden states differ by {gap:.3g} of {largest:.3g}")
             return None
-        return Captured(replay, inputs, hidden)
+        return Captured(replay, inputs, hidden, route)
 
 
 class CudaRecorder:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.sequence_pages import Plan, Work
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
+from cotrain_workers.engine.decoding.step_experts import StepExperts
 from cotrain_workers.engine.lora.quantized import FrozenWeight, dense
 from cotrain_workers.engine.model.experts import of_expert
-from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
+from cotrain_workers.engine.routing import AttentionRule, ExpertRows, ExpertWeights, StatefulRows, bucket
 
 FEWEST_ROWS = 16
 LONG_RUN = 16  # rows of one adapter from which a separate call, which copies no matrix, is faster
@@ -98,16 +98,34 @@ class Lora(Protocol):
 class MixedStep:
     """A `StepRoute` composed of attention and LoRA."""
 
-    def __init__(self, attention: Attention, lora: Lora, states: StatefulRows | None = None) -> None:
+    def __init__(
+        self, attention: Attention, lora: Lora, states: StatefulRows | None = None, experts: StepExperts | None = None
+    ) -> None:
         self._states = states
+        self._experts = experts
         self._attention = attention
         self._lora = lora
         self._residuals: dict[str, torch.Tensor] = {}  # by the module to whose output they are added
-        self.experts: list[np.ndarray] = []  # [T, k] of each layer with experts
+        self._chosen: list[torch.Tensor] = []  # [T, k] of each layer with experts
+        self.routes: torch.Tensor | None = None
+        """Experts that routers chose, int16 `[T, layers, k]` on the device, once the model has run."""
 
-    def note_experts(self, chosen: np.ndarray) -> None:
-        """Record the experts `[T, k]` that the router of the next layer has chosen."""
-        self.experts.append(chosen.astype(np.int16))
+    def experts(
+        self, name: str, own: ExpertWeights, x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the weighted sums of each token's experts `index` `[T, k]`; None if no kernel computes them."""
+        self._chosen.append(index)
+        return None if self._experts is None else self._experts.compute(name, own, x, index, shares)
+
+    def replace_adapters(self, items: Sequence[Item]) -> None:
+        """Replace the adapters of the rows in experts, if there are any."""
+        if self._experts is not None:
+            self._experts.replace([item.slot for item in items])
+
+    def end(self) -> None:
+        """Complete the results after the last layer."""
+        chosen, self._chosen = self._chosen, []
+        self.routes = torch.stack(chosen, dim=1).to(torch.int16) if chosen else None
 
     def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
@@ -120,7 +138,7 @@ class MixedStep:
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Rows (start, stop) of each adapter."""
-        assert isinstance(self._lora, RowLora)  # the others do not compute experts
+        assert isinstance(self._lora, RowLora)  # with the others, kernels compute experts
         return self._lora.segments
 
     @property

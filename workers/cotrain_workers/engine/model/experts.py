@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
-from cotrain_workers.engine.lora.fused.operators import GELU, SILU
+from cotrain_workers.engine.lora.fused.operators import CLAMPED, GELU, SILU
 from cotrain_workers.engine.lora.segmented import add_product, anchor
 from cotrain_workers.engine.model.expert_choice import ExpertChoices, expert_choices, replay
 from cotrain_workers.engine.routing import ExpertRows, ExpertWeights, Group, Part, Router, bucket
@@ -32,6 +32,7 @@ from cotrain_workers.engine.spec import Target, kept_share
 BY_ADAPTER = "cotrain_by_adapter"
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 """Products of an expert, as targets of LoRA below the name of the experts module."""
+LIMIT, STEEPNESS = 7.0, 1.702  # of the gate of gpt-oss
 
 
 @dataclass(frozen=True)
@@ -168,19 +169,19 @@ def experts_by_adapter(module: Any, hidden: torch.Tensor, index: torch.Tensor, w
     `hidden` is `[T, d]`, `index` and `weights` `[T, k]` are the chosen experts and their weights.
     """
     router: Router = module.cotrain_router
-    step = router.step
+    step, name = router.step, module.cotrain_name
     if step is None and isinstance(router.route.lora, FusedLora):
-        own = ExpertWeights(module.gate_up_proj, module.down_proj, module.cotrain_gate)
-        return router.route.lora.experts(module.cotrain_name, own, hidden, index, weights)
-    segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
-    chosen = choices_on_host(index)
+        return router.route.lora.experts(name, own_weights(module), hidden, index, weights)
     if step is not None:
-        step.note_experts(chosen)
-    rows = dispatch(chosen, module.num_experts, segments, index.device)
+        found = step.experts(name, own_weights(module), hidden, index, weights)
+        if found is not None:
+            return found
+    segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
+    rows = dispatch(choices_on_host(index), module.num_experts, segments, index.device)
 
-    def product(name: str, x: torch.Tensor) -> torch.Tensor:
-        target = f"{module.cotrain_name}.{name}"
-        matrix, bias = weight_of(module, name)
+    def product(of: str, x: torch.Tensor) -> torch.Tensor:
+        target = f"{name}.{of}"
+        matrix, bias = weight_of(module, of)
         if step is not None:
             y = base_product(x, matrix, bias, rows)
             step.add_to_experts(target, x, y, rows.groups)
@@ -194,6 +195,12 @@ def experts_by_adapter(module: Any, hidden: torch.Tensor, index: torch.Tensor, w
     y = product("down_proj", gated(module, product("gate_proj", x), product("up_proj", x)))
     pairs = y.index_select(0, rows.rows).view(*index.shape, -1)
     return (pairs * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+def own_weights(module: Any) -> ExpertWeights:
+    """Return the weights of an experts module for kernels."""
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    return ExpertWeights(module.gate_up_proj, module.down_proj, module.cotrain_gate, *biases)
 
 
 def choices_on_host(index: torch.Tensor) -> np.ndarray:
@@ -224,27 +231,57 @@ def gated(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if type(module)._apply_gate is _default_apply_gate:
         inner: torch.Tensor = module.act_fn(gate) * up
         return inner
-    if module.is_concatenated:
-        return module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
-    return module._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))  # type: ignore[no-any-return]
+    if alternates(module):
+        return module._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))  # type: ignore[no-any-return]
+    return module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
+
+
+def clamped_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the inner values of experts with the gate of gpt-oss."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * STEEPNESS))
+
+
+def alternates(module: Any) -> bool:
+    """Return True if a model's experts have gate and up in turn, also after `rearrange`."""
+    return bool(getattr(module, "cotrain_alternates", not module.is_concatenated))
+
+
+@torch.no_grad()
+def rearrange(module: Any) -> None:
+    """Store the weights of experts as most models do: `[experts, out, in]`, the rows of the gate before those of up.
+
+    The kernels then take those of gpt-oss, too, which are transposed, with gate and up in turn.
+    """
+    module.cotrain_alternates = alternates(module)
+    if not module.is_transposed and module.is_concatenated:
+        return
+    for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
+        found = getattr(module, name, None)
+        if found is None:
+            continue
+        values = found.mT if module.is_transposed and found.dim() == 3 else found
+        if name != "down_proj" and not module.is_concatenated:
+            values = torch.cat([values[:, ::2], values[:, 1::2]], dim=1)
+        setattr(module, name, nn.Parameter(values.contiguous(), requires_grad=False))
+    module.is_transposed, module.is_concatenated = False, True
 
 
 def unfused(module: Any) -> str:
     """Return why the fused kernels cannot compute an experts module, or an empty string."""
-    if module.is_transposed or not module.is_concatenated:
-        return "the weights of its experts are transposed, or gate and up are interleaved"
-    if module.has_bias:
-        return "its experts have biases"
     return "" if gate_of(module) else "the gate of its experts has no kernel"
 
 
 def gate_of(module: Any) -> int:
     """Return the number of the gate kernel of experts, 0 if there is none."""
-    if type(module)._apply_gate is not _default_apply_gate:
-        return 0
-    x = torch.linspace(-4, 4, 64)
-    own = module.act_fn(x)
-    by_kind = {SILU: functional.silu(x), GELU: functional.gelu(x, approximate="tanh")}
+    gate = torch.linspace(-9, 9, 64)
+    up = gate.flip(0) * 1.1
+    by_kind = {
+        SILU: functional.silu(gate) * up,
+        GELU: functional.gelu(gate, approximate="tanh") * up,
+        CLAMPED: clamped_gate(gate, up),
+    }
+    own = gated(module, gate, up)
     return next((kind for kind, known in by_kind.items() if torch.equal(own, known)), 0)
 
 
@@ -260,7 +297,7 @@ def expert_targets(name: str, module: Any) -> list[Target]:
         outputs, inputs = weight_of(module, product)[0].shape[1:]
         at_end = product == "down_proj"
         count_a, count_b = (experts, 1) if at_end else (1, experts)
-        counts = experts, count_a, count_b, not module.is_concatenated
+        counts = experts, count_a, count_b, alternates(module)
         targets.append(Target(f"{name}.{product}", "mlp", inputs, outputs, *counts))
     return targets
 
@@ -281,7 +318,8 @@ def attach(network: Any, router: Router) -> None:
     network.config.output_router_logits = False  # for a loss of the router, which is frozen
     for number, (name, module) in enumerate(found):
         module.cotrain_router, module.cotrain_name = router, name
-        module.cotrain_gate = gate_of(module)
+        rearrange(module)
+        module.cotrain_gate = router.expert_gate = gate_of(module)
         router.unfused_experts = router.unfused_experts or unfused(module)
         block = network.get_submodule(name.rpartition(".")[0])
         replay(block, router, number, module.num_experts)

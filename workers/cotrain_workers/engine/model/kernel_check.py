@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 from transformers.integrations.moe import _default_apply_gate
+from typing_extensions import override
 
 from cotrain_workers.engine.device import check_device
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
-from cotrain_workers.engine.lora.fused.operators import SILU
+from cotrain_workers.engine.lora.fused.operators import CLAMPED, SILU
 from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, random_adapter
 from cotrain_workers.engine.lora.self_check import TOLERANCE as LORA_TOLERANCE
-from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter
+from cotrain_workers.engine.model.experts import clamped_gate, expert_targets, experts_by_adapter
 from cotrain_workers.engine.routing import Segment, TrainingLora
 from cotrain_workers.engine.spec import AdapterSpec, Target
 
@@ -133,6 +134,34 @@ class RandomExperts:
         return expert_targets(self.cotrain_name, self)
 
 
+class ClampedExperts(RandomExperts):
+    """Random experts with the gate and biases of gpt-oss."""
+
+    has_bias, cotrain_gate = True, CLAMPED
+
+    def __init__(self, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype, experts: int) -> None:
+        super().__init__(sizes, device, dtype, experts)
+        generator = torch.Generator().manual_seed(4)
+        width, inner = sizes
+        # Some values are beyond the limit of the gate.
+        self.gate_up_proj_bias, self.down_proj_bias = (
+            (factor * torch.randn(experts, columns, generator=generator)).to(device, dtype)
+            for factor, columns in ((4.0, 2 * inner), (0.5, width))
+        )
+
+    @staticmethod
+    @override
+    def _apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
+        return clamped_gate(*gate_up.chunk(2, dim=-1))
+
+
+def random_experts(
+    gate: int, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype, experts: int = EXPERTS
+) -> RandomExperts:
+    """Return random experts of a kind of gate."""
+    return (ClampedExperts if gate == CLAMPED else RandomExperts)(sizes, device, dtype, experts)
+
+
 class Tokens(NamedTuple):
     """Random tokens, their experts, and the gradients of the results."""
 
@@ -142,17 +171,19 @@ class Tokens(NamedTuple):
     slopes: torch.Tensor  # [T, width]
 
 
-def wrong_result(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the result of fused experts that is wrong on a device, or None if there is none."""
+def wrong_result(device: torch.device, dtype: torch.dtype, gate: int = SILU) -> str | None:
+    """Return the result of fused experts with a gate that is wrong on a device, or None if there is none."""
     # On a CPU, kernels are interpreted, and the wide sizes take minutes.
     sizes = [SIZES, WIDE_SIZES] if device.type == "cuda" else [SIZES]
-    found = [disagreement(device, dtype, own) for own in sizes]
+    found = [disagreement(device, dtype, own, gate) for own in sizes]
     return next(filter(None, found), None)
 
 
-def disagreement(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES) -> str | None:
+def disagreement(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES, gate: int = SILU
+) -> str | None:
     """Return the result of fused experts that differs from that of the loop by more than rounding, or None."""
-    module = RandomExperts(sizes, device, dtype, EXPERTS)
+    module = random_experts(gate, sizes, device, dtype, EXPERTS)
     tokens = random_tokens(module, sum(LENGTHS) + 3)
     expected, found = (run(module, segments_of(module, SPECS, LENGTHS), tokens, name) for name in ("seg", "fused"))
     for name, theirs in expected.items():

@@ -13,10 +13,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
-from cotrain_workers.engine.lora.fused.operators import GELU, SILU
+from cotrain_workers.engine.lora.fused.operators import CLAMPED, GELU, SILU
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
-from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter, gate_of, unfused
+from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter, gate_of, rearrange, unfused
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths, plan_layout
 
@@ -149,12 +149,14 @@ def test_adapters_of_experts_have_the_sizes_of_tinker() -> None:
 def test_a_device_without_kernels_of_experts_gets_the_loop() -> None:
     targets = expert_targets("experts", layer())
     on_cuda: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), dtype=torch.bfloat16)
-    reason = unfused(layer("gpt_oss"))
-    assert "gate and up are interleaved" in reason
+    module = layer()
+    module.act_fn = torch.nn.ReLU()
+    reason = unfused(module)
+    assert reason == "the gate of its experts has no kernel"
     found = find_backend("auto", targets, on_cuda, unfused_experts=reason)
     assert found.name == "seg"
     assert found.fallback_reason == f"not fused: {reason}"
-    with pytest.raises(BackendUnfit, match="'fused' cannot be used: the weights of its experts"):
+    with pytest.raises(BackendUnfit, match="'fused' cannot be used: the gate of its experts"):
         find_backend("fused", targets, torch.zeros(1), unfused_experts=reason)
 
 
@@ -163,5 +165,27 @@ def test_the_gate_of_experts_is_known_by_its_values() -> None:
     assert (unfused(module), gate_of(module)) == ("", SILU)
     module.act_fn = torch.nn.GELU("tanh")
     assert gate_of(module) == GELU
-    module.act_fn = torch.nn.ReLU()
-    assert unfused(module) == "the gate of its experts has no kernel"
+    oss = layer("gpt_oss")
+    assert (unfused(oss), gate_of(oss)) == ("", CLAMPED)
+    oss.limit = 6.0
+    assert unfused(oss) == "the gate of its experts has no kernel"
+
+
+def test_rearranged_experts_give_the_same_values() -> None:
+    torch.manual_seed(0)
+    module = layer("gpt_oss")
+    targets = expert_targets("experts", module)
+    segments = segments_of(module, (3,), 8)
+    router = SimpleNamespace(step=None, route=SimpleNamespace(lora=SegmentLora(segments), segments=segments))
+    module.cotrain_router = router
+    x, index = torch.randn(8, WIDTH, dtype=torch.float64), torch.tensor([[2, 0]] * 8)
+    weights = torch.rand(8, 2, dtype=torch.float64)
+    expected = experts_by_adapter(module, x, index, weights)
+
+    rearrange(module)
+
+    assert module.gate_up_proj.shape == (EXPERTS, 2 * INNER, WIDTH)
+    assert not module.is_transposed
+    torch.testing.assert_close(experts_by_adapter(module, x, index, weights), expected, rtol=1e-12, atol=1e-12)
+    assert expert_targets("experts", module) == targets  # files keep the order of the model
+    assert gate_of(module) == CLAMPED

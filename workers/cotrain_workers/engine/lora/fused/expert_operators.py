@@ -34,11 +34,12 @@ FIELDS = 5  # of a tile
 _SEGMENTS = 128  # compared at once
 _TABLES = "Tensor tiles, Tensor bounds, Tensor entries, Tensor scales"
 SCHEMAS = {
-    "expert_tiles": "(Tensor bounds, int count) -> Tensor",
+    "expert_tiles": "(Tensor bounds, int count, int rows) -> Tensor",
     # into low [P, columns]; modules may share one x
     "expert_shrink": "(Tensor[] xs, int modules, int side, Tensor bounds, Tensor entries, Tensor(a!) low) -> ()",
-    # `gate`: 0 for one module, whose rows are multiplied with `shares`, or SILU or GELU for two
-    "expert_expand": f"(Tensor x, Tensor[] weights, int gate, Tensor low, Tensor shares, {_TABLES}) -> Tensor[]",
+    # `gate`: 0 for one module, whose rows are multiplied with `shares`, or SILU, GELU or CLAMPED for two
+    "expert_expand": "(Tensor x, Tensor[] weights, Tensor[] biases, int gate, Tensor low, Tensor shares, "
+    f"{_TABLES}) -> Tensor[]",
     "expert_expand_back": "(Tensor[] gys, Tensor[] weights, Tensor[] gated, int gate, Tensor low, Tensor shares, "
     f"{_TABLES}) -> Tensor[]",
     "expert_gradient": "(Tensor low, Tensor[] xs, int modules, int side, Tensor? shares, Tensor owners, "
@@ -47,18 +48,18 @@ SCHEMAS = {
 }
 
 
-def most_tiles(rows: int, experts: int) -> int:
-    """Return the largest number of tiles of rows, however they are divided among experts."""
-    return rows // ROWS + min(rows, experts)
+def most_tiles(rows: int, experts: int, height: int = ROWS) -> int:
+    """Return the largest number of tiles of `height` rows, however `rows` are divided among experts."""
+    return rows // height + min(rows, experts)
 
 
-def find_tiles(bounds: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tiles `[count + 1, 5]` of the rows of all experts; `count` is the largest number of them."""
-    tiles = _new_tiles(bounds, count)
+def find_tiles(bounds: torch.Tensor, count: int, rows: int) -> torch.Tensor:
+    """Return the tiles `[count + 1, 5]` of `rows` of all experts; `count` is the largest number of them."""
+    tiles = _new_tiles(bounds, count, rows)
     experts = len(bounds) - 1
     _programs().find_tiles[(max(count, 1),)](
         bounds, tiles, count, experts, segments_of(bounds),
-        EXPERTS=1 << (experts - 1).bit_length(), SEGMENTS=_SEGMENTS, BM=ROWS,
+        EXPERTS=1 << (experts - 1).bit_length(), SEGMENTS=_SEGMENTS, BM=rows,
     )  # fmt: skip
     return tiles
 
@@ -81,6 +82,7 @@ def shrink(
 def expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
     gate: int,
     low: torch.Tensor,
     shares: torch.Tensor,
@@ -89,21 +91,22 @@ def expand(
     entries: torch.Tensor,
     scales: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return `x W^T + scale * low B^T` of each module `[P, out]`, times the shares of the rows.
+    """Return `x W^T + b + scale * low B^T` of each module `[P, out]`, times the shares of the rows.
 
     With a gate, return two modules without shares, and their gated product.
     """
-    ys = _new_outputs(x, weights, gate)
+    ys = _new_outputs(x, weights, biases, gate)
+    first, last = (biases[0], biases[-1]) if biases else (low, low)
     experts, width, inputs = weights[0].shape
     if tma := _copies_by_tma([x], weights):
         programs_module().give_memory(x.device)
     size = expert_tiles(width, x.element_size(), tma=tma)
     count, blocks = len(tiles) - 1, -(-width // size.columns)
     _programs().expert_expand[(programs_of(max(count * blocks, 1), x.device),)](
-        x, weights[0], weights[-1], low, ys[0], *(ys[1:] or [ys[0], ys[0]]), shares, tiles, bounds, entries,
-        entries.stride(0), scales, len(x), inputs, width, pitch(weights[0]), low.shape[1], experts,
-        segments_of(bounds), count, blocks,
-        GATE=gate, TMA=tma, **product_constants(size),
+        x, weights[0], weights[-1], first, last, low, ys[0], *(ys[1:] or [ys[0], ys[0]]), shares, tiles, bounds, entries,
+        entries.stride(0), scales, len(x), inputs, width, pitch(weights[0]), first.stride(0),
+        low.shape[1], experts, segments_of(bounds), count, blocks,
+        BIASED=bool(biases), GATE=gate, TMA=tma, **product_constants(size),
     )  # fmt: skip
     return ys
 
@@ -198,11 +201,13 @@ def _programs() -> Any:
     return expert_programs
 
 
-def _new_tiles(bounds: torch.Tensor, count: int) -> torch.Tensor:
+def _new_tiles(bounds: torch.Tensor, count: int, _rows: int) -> torch.Tensor:
     return bounds.new_empty(count + 1, FIELDS)
 
 
-def _new_outputs(x: torch.Tensor, weights: Sequence[torch.Tensor], gate: int, *_: Any) -> list[torch.Tensor]:
+def _new_outputs(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], _biases: Any, gate: int, *_: Any
+) -> list[torch.Tensor]:
     return [x.new_empty(len(x), weights[0].shape[1]) for _ in range(3 if gate else 1)]
 
 

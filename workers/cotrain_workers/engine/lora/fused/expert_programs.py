@@ -16,7 +16,7 @@ Tables (`lora/fused/fused_experts.py`), all computed on the device:
   matrices of experts are adjacent.
 
 Arguments: `low` `[rows, columns]` contains `x A^T` or `gy B` of each module, and M is A (`SIDE` 0) or B^T (1). `GATE` is
-0 without a gate, 1 for SiLU and 2 for GELU. `TMA` and `WIDE` are those of `programs.py`.
+0 without a gate, else that of `gate_parts`. `TMA` and `WIDE` are those of `programs.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import triton.language as tl
 
 from cotrain_workers.engine.lora.fused.parts import (
     HEAD,
-    activated,
     add_segments,
     described,
+    gate_parts,
     matrix_of,
     pick,
+    plus_bias,
     plus_inputs,
     plus_low_rank,
     plus_outputs,
@@ -135,17 +136,17 @@ def expert_shrink(
         for first in range(tl.load(span) + tl.program_id(1) * BM, stop, PARTS * BM):
             rows = (first + tl.arange(0, BM)).to(tl.int64)
             cells = module * rank + number
-            write_low(low, x, starts, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
+            write_low(low, x, starts, rows, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def expert_expand(
-    x, w0, w1, low, y0, y1, y2, shares, tiles, bounds, entries, stride, scales,
-    height, inputs, width, pitch, columns, experts, segments, tile_count, block_count,
-    GATE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    x, w0, w1, bias0, bias1, low, y0, y1, y2, shares, tiles, bounds, entries, stride, scales,
+    height, inputs, width, pitch, bias_pitch, columns, experts, segments, tile_count, block_count,
+    BIASED: tl.constexpr, GATE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `y = scale * low B^T + x W^T` of the experts; weights of experts are `pitch` rows apart.
+    """Write `y = scale * low B^T + x W^T + b` of the experts; their weights are `pitch` rows apart.
 
     With `GATE` two modules are computed, and `act(y0) * y1` is written to y2. Without it, there is one module, and
     each row is multiplied with its share of the token.
@@ -180,16 +181,27 @@ def expert_expand(
             total, other, x, w0, w1, source, wide, wide1, rows, live, first, top, outs, start, inside, inputs,
             GATE, TMA, WIDE, BK,
         )  # fmt: skip
+        if BIASED:
+            total = plus_bias(total, bias0, expert * bias_pitch, outs, inside)
+            if GATE:
+                other = plus_bias(other, bias1, expert * bias_pitch, outs, inside)
         out = rows[:, None] * width + outs[None, :]
         mask = live[:, None] & inside[None, :]
         if GATE:
             tl.store(y1 + out, other.to(kind), mask=mask)
-            value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
-            value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
+            value, _, factor, _ = gate_parts(total.to(kind).to(tl.float32), other.to(kind).to(tl.float32), GATE)
+            value = value.to(kind).to(tl.float32) * factor
             tl.store(y2 + out, value.to(kind), mask=mask)
         else:
             total = total * tl.load(shares + rows, mask=live, other=0.0)[:, None]
         tl.store(y0 + out, total.to(kind), mask=mask)
+
+
+@triton.jit
+def loaded(gate, up, cells, mask):
+    """Return values of gate and up in fp32."""
+    first = tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -240,15 +252,16 @@ def expert_expand_back(
         cells = rows[:, None] * inputs + outs[None, :]
         mask = live[:, None] & inside[None, :]
         if GATE:
-            factor = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
-            value, slope = activated(tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2)
+            value, _, factor, rise = gate_parts(*loaded(gate, up, cells, mask), GATE)
             value = value.to(kind).to(tl.float32)
             inner = (value * factor).to(kind).to(tl.float32)
             part = tl.sum(tl.where(mask, total * inner, 0.0), 1)
             tl.store(slopes + rows * block_count + block, part, mask=live)
             share = tl.load(shares + rows, mask=live, other=0.0)
             total = (total * share[:, None]).to(kind).to(tl.float32)
-            tl.store(gx1 + cells, (total * value).to(kind), mask=mask)
+            tl.store(gx1 + cells, (total * value * rise).to(kind), mask=mask)
+            # Loaded again, because there are not enough registers to keep all parts.
+            _, slope, factor, _ = gate_parts(*loaded(gate, up, cells, mask), GATE)
             total = (total * factor).to(kind).to(tl.float32) * slope
         tl.store(gx + cells, total.to(kind), mask=mask)
 

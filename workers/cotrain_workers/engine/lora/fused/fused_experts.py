@@ -17,7 +17,7 @@ import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.lora.fused import expert_operators
-from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables
+from cotrain_workers.engine.lora.fused.tables import ROWS, A, B, ModuleGroup, Tables
 from cotrain_workers.engine.routing import ExpertWeights
 
 OPS = torch.ops.cotrain
@@ -31,7 +31,12 @@ class Rows(NamedTuple):
     positions: torch.Tensor  # int64 [P]: row of each pair
     bounds: torch.Tensor
     tiles: torch.Tensor
-    chosen: int
+    experts: torch.Tensor  # int64 [T, k]: experts of each token
+
+    @property
+    def chosen(self) -> int:
+        """Number of experts of a token."""
+        return self.experts.shape[1]
 
 
 def find_probes(spans: Sequence[tuple[int, int]], rows: int, experts: int, device: torch.device) -> torch.Tensor:
@@ -51,10 +56,10 @@ def sort_rows(index: torch.Tensor, probes: torch.Tensor) -> Rows:
     keys = (index.int() * tokens).add_(count[:tokens, None])
     keys, pairs = keys.flatten().sort(stable=True)
     bounds = torch.searchsorted(keys, probes, out_int32=True)
-    tiles = OPS.expert_tiles(bounds, expert_operators.most_tiles(len(keys), len(bounds) - 1))
+    tiles = OPS.expert_tiles(bounds, expert_operators.most_tiles(len(keys), len(bounds) - 1), ROWS)
     with unordered_writes():
         positions = torch.empty_like(pairs).scatter_(0, pairs, count)
-    return Rows(pairs // chosen, pairs, positions, bounds, tiles, chosen)
+    return Rows(pairs // chosen, pairs, positions, bounds, tiles, index)
 
 
 class ExpertProducts(NamedTuple):
@@ -123,7 +128,7 @@ class ExpertProducts(NamedTuple):
 
 
 class FusedExperts(torch.autograd.Function):
-    """Sum over a token's experts of `share * down(act(gate(x)) * up(x))`, with the adapter of the token."""
+    """Sum over a token's experts of `share * down(gated(gate(x), up(x)))`, with the adapter of the token."""
 
     @staticmethod
     def forward(  # type: ignore[explicit-override]
@@ -140,9 +145,11 @@ class FusedExperts(torch.autograd.Function):
         shares = weights.flatten().index_select(0, rows.pairs).float()
         of_rows = x.index_select(0, rows.tokens)
         low = first.outer_low(x, of_rows)
-        gate, up, inner = OPS.expert_expand(of_rows, base.gate_and_up, base.gate, low, shares, *first.of_rows)
+        gate, up, inner = OPS.expert_expand(
+            of_rows, base.gate_and_up, base.gate_biases, base.gate, low, shares, *first.of_rows
+        )
         inner_low = last.inner_low([inner])
-        (y,) = OPS.expert_expand(inner, [base.down], 0, inner_low, shares, *last.of_rows)
+        (y,) = OPS.expert_expand(inner, [base.down], base.down_biases, 0, inner_low, shares, *last.of_rows)
         ctx.save_for_backward(x, weights, shares, low, gate, up, inner, inner_low)
         ctx.base, ctx.products = base, products
         out: torch.Tensor = OPS.expert_sum(y, None, rows.positions, rows.chosen)
@@ -171,4 +178,6 @@ class FusedExperts(torch.autograd.Function):
             (gx,) = OPS.expert_expand_back(gys, base.gate_and_up, [], 0, low_grad, shares, *first.of_rows)
             gx = OPS.expert_sum(gx, None, rows.positions, rows.chosen)
         of_shares = slopes.sum(dim=1).index_select(0, rows.positions).view_as(weights)
+        for bias in base.down_biases:
+            of_shares = of_shares + (g @ bias.t()).gather(1, rows.experts)
         return gx, None, of_shares.to(weights.dtype), None, None

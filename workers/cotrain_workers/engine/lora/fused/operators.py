@@ -27,6 +27,7 @@ from cotrain_workers.engine.lora.fused.tables import (
 
 BAND = 8  # tiles of rows that run together
 SILU, GELU = 1, 2  # gates; GELU by tanh
+CLAMPED = 3  # of experts only: the gate of gpt-oss
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 _TABLES = "Tensor entries, Tensor scales"

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 HEAD = tl.constexpr(4)
+#: Of the gate of gpt-oss.
+LIMIT, STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
 
 
 @triton.jit
@@ -140,10 +142,13 @@ def plus_inputs(
 
 @triton.jit
 def write_low(
-    low, x, starts, rows, live, cells, known, width, columns,
+    low, x, starts, rows, to, live, cells, known, width, columns,
     WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write `x M^T` of some rows to `cells`, columns of `low`; `starts` are the addresses of the rows of M."""
+    """Write `x M^T` of some `rows` of x to rows `to` and columns `cells` of `low`.
+
+    `starts` are the addresses of the rows of M.
+    """
     total = tl.zeros((BM, BC), tl.float32)
     for at in range(0, width, BK):
         depth = at + tl.arange(0, BK)
@@ -151,7 +156,7 @@ def write_low(
         left = load_block(x, rows, depth, width, live, inside)
         right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
         total = plus_product(total, left, right, WIDE)
-    out = low + rows[:, None] * columns + cells[None, :]
+    out = low + to[:, None] * columns + cells[None, :]
     tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
 
 
@@ -185,6 +190,33 @@ def add_segments(
             found = plus_product(found, left, right, WIDE)
         total += tl.load(scales + segment) * found
     tl.store(out, total, mask=mask)
+
+
+@triton.jit
+def gate_parts(gate, up, GATE: tl.constexpr):
+    """Return the gate's value and its derivative, and the factor that `up` becomes, and its derivative.
+
+    `GATE` is 1 for SiLU, 2 for GELU and 3 for that of gpt-oss, which limits both values and adds 1 to `up`.
+    """
+    value, slope = gate, gate
+    factor, rise = up, tl.full(up.shape, 1.0, tl.float32)
+    if GATE == 3:
+        # Not by minimum and maximum, which would hide a NaN.
+        limited = tl.where(gate > LIMIT, LIMIT, gate)
+        share = tl.sigmoid(limited * STEEPNESS)
+        value = limited * share
+        slope = tl.where(gate > LIMIT, 0.0, share + value * STEEPNESS * (1.0 - share))
+        factor = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        rise = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)
+    else:
+        value, slope = activated(gate, GATE == 2)
+    return value, slope, factor, rise
+
+
+@triton.jit
+def plus_bias(total, bias, first, outs, inside):
+    """Return `total` plus a bias that begins at `first`."""
+    return total + tl.load(bias + first + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

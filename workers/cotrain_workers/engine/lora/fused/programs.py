@@ -95,7 +95,7 @@ def shrink(
         starts = matrix + offset + row.to(tl.int64) * width
         rows = (first + tl.arange(0, BM)).to(tl.int64)
         cells = module * rank + row
-        write_low(low, x, starts, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
+        write_low(low, x, starts, rows, rows, rows < stop, cells, known, width, columns, WIDE, BM, BC, BK)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -17,11 +17,13 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused import expert_operators, fused_experts, fused_lora
+from cotrain_workers.engine.lora.fused.operators import CLAMPED, SILU
 from cotrain_workers.engine.lora.fused.tables import ROWS
 from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.model.kernel_check import (
     RandomExperts,
     Tokens,
+    random_experts,
     random_tokens,
     run,
     segments_of,
@@ -70,8 +72,8 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", lambda left, right, dtype=None: np.einsum("ik,kj->ij", left, right))
 
 
-def experts(dtype: torch.dtype = torch.float32) -> RandomExperts:
-    return RandomExperts((40, 24), CPU, dtype, experts=EXPERTS)
+def experts(dtype: torch.dtype = torch.float32, gate: int = SILU) -> RandomExperts:
+    return random_experts(gate, (40, 24), CPU, dtype, experts=EXPERTS)
 
 
 def tokens_of(module: RandomExperts, rows: int, route: str) -> Tokens:
@@ -90,14 +92,18 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most", "route"),
-    [*((torch.float32, 2e-6, route) for route in ROUTES), (torch.bfloat16, 0.1, "empty experts")],
+    ("dtype", "most", "route", "gate"),
+    [
+        *((torch.float32, 2e-6, route, SILU) for route in ROUTES),
+        (torch.bfloat16, 0.1, "empty experts", SILU),
+        (torch.float32, 2e-6, "each expert in turn", CLAMPED),
+    ],
 )
 def test_fused_experts_equal_the_loop(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, most: float, route: str
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, most: float, route: str, gate: int
 ) -> None:
     monkeypatch.setattr(expert_operators, "EXPERT_PARTS", 2)
-    module = experts(dtype)
+    module = experts(dtype, gate)
     lengths = (ROWS + 23, *LENGTHS[1:]) if route == "one expert has all rows" else LENGTHS
     tokens = tokens_of(module, sum(lengths) + 3, route)
 
@@ -198,11 +204,11 @@ def test_a_device_with_wrong_experts_gets_the_loop_and_a_warning(
     assert find_backend("auto", targets, weight, check_experts=lambda *_: None).name == "fused"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *map(variant, ("qwen2_moe", "deepseek_v3"))])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", *map(variant, ("qwen2_moe", "deepseek_v3"))])
 def test_passes_of_a_mixture_equal_those_of_seg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     for each in (backend, kernel_check):
         monkeypatch.setattr(each, "disagreement", lambda *_, **__: None)
-    folder = build_tiny(family, tmp_path, layers=1 if family == "qwen3_moe" else 2)
+    folder = build_tiny(family, tmp_path, layers=1 if family in ("qwen3_moe", "gpt_oss") else 2)
     seg, fused = (Engine.load(str(folder), dtype=torch.float32, lora_backend=each) for each in ("seg", "fused"))
     assert (fused.facts.numerics.lora, fused.facts.lora_fallback) == ("fused", "")
     tenants = (
