@@ -14,7 +14,10 @@ import torch
 
 from cotrain_workers.engine.decoding import expert_check, lora_kernel, model_runner, page_kernel
 from cotrain_workers.engine.decoding.lora_kernel import Siblings
+from cotrain_workers.engine.decoding.step_experts import experts_of_step, units_of
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.self_check import TOLERANCE
+from cotrain_workers.engine.model.kernel_check import SIZES, WIDE_SIZES, RandomExperts, Tokens, random_tokens
 from cotrain_workers.engine.ops import Failure, HostWeights
 from tests.support.decoding import (
     Result,
@@ -26,12 +29,6 @@ from tests.support.decoding import (
     request,
     trained_weights,
 )
-from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.decoding.step_experts import experts_of_step, units_of
-from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.self_check import TOLERANCE
-from cotrain_workers.engine.model.kernel_check import SIZES, WIDE_SIZES, RandomExperts, Tokens, random_tokens
-from tests.support.decoding import finish, gap_to_trainer, graph_report, is_same_alone, output, request, trained_weights
 from tests.support.page_problem import LENGTHS, Case, Rule, assert_dense, attend, problem, sequence
 from tests.support.row_problem import GROUPS, added, expected, gap, operands, slots
 from tests.support.tiny_models import FAMILIES, build_tiny
