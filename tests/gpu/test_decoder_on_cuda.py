@@ -16,6 +16,7 @@ from cotrain_workers.engine.decoding import expert_check, lora_kernel, model_run
 from cotrain_workers.engine.decoding.lora_kernel import Siblings
 from cotrain_workers.engine.decoding.step_experts import experts_of_step, units_of
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.fused.operators import CLAMPED, SILU
 from cotrain_workers.engine.lora.self_check import TOLERANCE
 from cotrain_workers.engine.model.kernel_check import SIZES, WIDE_SIZES, RandomExperts, Tokens, random_tokens
 from cotrain_workers.engine.ops import Failure, HostWeights
@@ -88,8 +89,9 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [SIZES, WIDE_SIZES, (2048, 768)])
-def test_kernels_of_experts_equal_the_loop(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
-    assert expert_check.difference(CUDA, dtype, sizes) <= TOLERANCE[dtype]
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+def test_kernels_of_experts_equal_the_loop(dtype: torch.dtype, sizes: tuple[int, int], gate: int) -> None:
+    assert expert_check.difference(CUDA, dtype, sizes, gate) <= TOLERANCE[dtype]
 
 
 def test_a_row_of_experts_has_the_same_bits_alone_and_among_others() -> None:

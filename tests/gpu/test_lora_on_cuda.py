@@ -12,6 +12,7 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import BackendChoice, find_backend, unfused
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.operators import CLAMPED, SILU
 from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import (
@@ -41,8 +42,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("sizes", [kernel_check.SIZES, kernel_check.WIDE_SIZES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_self_test_of_experts_passes(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
-    assert kernel_check.disagreement(torch.device("cuda"), dtype, sizes) is None
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+def test_the_self_test_of_experts_passes(dtype: torch.dtype, sizes: tuple[int, int], gate: int) -> None:
+    assert kernel_check.disagreement(torch.device("cuda"), dtype, sizes, gate) is None
 
 
 def test_rows_of_experts_have_the_same_bits_at_any_place_of_a_tile() -> None:
