@@ -12,7 +12,7 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
-from cotrain_store.errors import RequestNotFound
+from cotrain_store.errors import RequestNotFound, RunNotFound
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import OpId, RequestId, TenantId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
@@ -339,3 +339,14 @@ async def test_waiting_for_a_result_records_that_it_was_sent(log: Log, monkeypat
             await log.submit(run, seq)
             await asyncio.sleep(0.02)
     assert life_ms(log, run) <= redis_keys.READ_RESULT_TTL_MS
+
+
+async def test_a_run_that_its_tenant_has_read_does_not_exist_for_another_one(log: Log) -> None:
+    run, records = await log.new_run("a"), Records(log.connection)
+    with pytest.raises(RunNotFound):
+        await records.created_run(TenantId("b"), run.id)
+    assert (await records.created_run(run.tenant, run.id)).pool == run.pool
+    log.redis.delete(redis_keys.run(run.id))
+    assert (await records.created_run(run.tenant, run.id)).pool == run.pool  # without Redis
+    with pytest.raises(RunNotFound):
+        await records.created_run(TenantId("b"), run.id)
