@@ -16,7 +16,7 @@ from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
-from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter, gate_of, unfused
+from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter, gate_of, is_experts, unfused
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths, plan_layout
 
@@ -165,3 +165,13 @@ def test_the_gate_of_experts_is_known_by_its_values() -> None:
     assert gate_of(module) == GELU
     module.act_fn = torch.nn.ReLU()
     assert unfused(module) == "the gate of its experts has no kernel"
+
+
+def test_experts_of_an_older_transformers_are_found() -> None:
+    """Look for an attribute that transformers sets since 5.17. Experts that are not found would not train."""
+    module: Any = torch.nn.Module()
+    module.gate_up_proj = torch.nn.Parameter(torch.empty(2, 8, 4))
+    assert not is_experts(module)
+    module.is_concatenated = True
+
+    assert is_experts(module)
