@@ -168,7 +168,7 @@ def test_the_gate_of_experts_is_known_by_its_values() -> None:
 
 
 def test_experts_of_an_older_transformers_are_found() -> None:
-    """Look for an attribute that transformers sets since 5.17. Experts that are not found would not train."""
+    # Transformers 5.17 sets this attribute, but not all of those of later versions.
     module: Any = torch.nn.Module()
     module.gate_up_proj = torch.nn.Parameter(torch.empty(2, 8, 4))
     assert not is_experts(module)
