@@ -287,7 +287,7 @@ def gate_of(module: Any) -> int:
 
 def is_experts(module: nn.Module) -> bool:
     """Return True for a module that holds all experts of a layer, with the interface of transformers."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "gate_up_proj")
+    return hasattr(module, "is_concatenated") and hasattr(module, "gate_up_proj")
 
 
 def expert_targets(name: str, module: Any) -> list[Target]:

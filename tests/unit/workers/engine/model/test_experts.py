@@ -16,7 +16,14 @@ from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused.operators import CLAMPED, GELU, SILU
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
-from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter, gate_of, rearrange, unfused
+from cotrain_workers.engine.model.experts import (
+    expert_targets,
+    experts_by_adapter,
+    gate_of,
+    is_experts,
+    rearrange,
+    unfused,
+)
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths, plan_layout
 
@@ -165,6 +172,8 @@ def test_the_gate_of_experts_is_known_by_its_values() -> None:
     assert (unfused(module), gate_of(module)) == ("", SILU)
     module.act_fn = torch.nn.GELU("tanh")
     assert gate_of(module) == GELU
+    module.act_fn = torch.nn.ReLU()
+    assert unfused(module) == "the gate of its experts has no kernel"
     oss = layer("gpt_oss")
     assert (unfused(oss), gate_of(oss)) == ("", CLAMPED)
     oss.limit = 6.0
@@ -189,3 +198,13 @@ def test_rearranged_experts_give_the_same_values() -> None:
     torch.testing.assert_close(experts_by_adapter(module, x, index, weights), expected, rtol=1e-12, atol=1e-12)
     assert expert_targets("experts", module) == targets  # files keep the order of the model
     assert gate_of(module) == CLAMPED
+
+
+def test_experts_of_an_older_transformers_are_found() -> None:
+    # Transformers 5.17 sets this attribute, but not all of those of later versions.
+    module: Any = torch.nn.Module()
+    module.gate_up_proj = torch.nn.Parameter(torch.empty(2, 8, 4))
+    assert not is_experts(module)
+    module.is_concatenated = True
+
+    assert is_experts(module)
