@@ -6,7 +6,7 @@
 #     bench/gpu_all.sh all [OUT]               all parts, 22 minutes at most
 #     bench/gpu_all.sh rehearse OUT            every benchmark on a CPU, with a tiny model
 #
-# A lease of 15 minutes has time for two calls: smoke,kernels,training,decoding,trainer_sampler (510 s at most), which
+# A lease of 15 minutes has time for two calls: smoke,kernels,training,decoding,trainer_sampler (540 s at most), which
 # come first because they decide most, then checks (240 s at most).
 #
 # Run from the root of the repository; PYTHON picks the interpreter, which needs torch, transformers, peft,

@@ -225,7 +225,7 @@ def test_https_to_an_http_server_is_reported_and_not_retried() -> None:
 def test_top_reports_a_wrong_scheme_too() -> None:
     with answering(PLAIN) as host:
         asked = ["top", "--once", "--base-url", f"https://{host}"]
-        result = CliRunner().invoke(command_line([]), asked)
+        result = CliRunner().invoke(command_line([]), asked, env={"COTRAIN_API_KEY": "tml-a"})
     assert (result.exit_code, f"try http://{host}" in result.output) == (1, True)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -374,20 +375,28 @@ class CudaRecorder:
     """Recorder of CUDA graphs that share one memory pool, as only one output is needed at a time."""
 
     def __init__(self) -> None:
-        self._memory: Any = torch.cuda.graph_pool_handle()
+        self._graphs = WeakSet[Any]()
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Return a replay function and its output; warm up in a side stream, then capture.
 
         The warm-up is needed because libraries allocate on first use.
         """
+        current: Any = torch.cuda.current_stream()
         side: Any = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        current.wait_stream(side)
+        graph: Any = torch.cuda.CUDAGraph()
+        # A pool ends with its last graph, and torch may then refuse to capture into it.
+        memory = next((other.pool() for other in self._graphs), None) or torch.cuda.graph_pool_handle()
+        # A capture that fails stays on its stream; the outer block returns to the current one.
         # Another thread may synchronize during the capture; in this mode neither of the two fails.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"),
+        ):
             hidden = work()
+        self._graphs.add(graph)
         return graph.replay, hidden
