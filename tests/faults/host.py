@@ -156,7 +156,7 @@ class Host:
     def add_worker(self, name: str, worker_id: str, **settings: str) -> None:
         """Start a worker under a name of this host."""
         self._keep(name, f"cotrain_workers --snapshot-ops {self.snapshot_ops}", self._environment(
-            name, BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
+            name, BASE_MODEL=f"{MODEL}={self.nursery.model}", WORKER_ID=worker_id, TORCH_THREADS="1",
             OFFLINE="true", DEVICE="cpu", KV_CACHE_TOKENS="4096",
         ) | {f"COTRAIN_{key}": value for key, value in settings.items()})  # fmt: skip
         self.workers = (*(one for one in self.workers if one != name), name)

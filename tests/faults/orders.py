@@ -52,7 +52,7 @@ class Nursery:
     """Handle of the process that is the parent of all processes of a server."""
 
     def __init__(self, model: Path, sources: Sequence[str] = SOURCES, micro_batch_tokens: str = "auto") -> None:
-        self._model = model
+        self.model = model
         self._micro_batch_tokens = micro_batch_tokens
         self._sources = sources
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
@@ -66,7 +66,7 @@ class Nursery:
             **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
-        command = ["tests.faults.nursery", str(self._model), self._micro_batch_tokens]
+        command = ["tests.faults.nursery", str(self.model), self._micro_batch_tokens]
         self._process = Popen(
             [sys.executable, "-m", *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,

@@ -89,7 +89,7 @@ async def test_what_was_swept_while_its_writer_stood_still_is_written_again(
     async def stand_still(host: Host) -> None:
         nonlocal swept
         if process == "w0":
-            host.add_worker("w1", "w1", BASE_MODEL=f"other={host.folder}")
+            host.add_worker("w1", "w1", BASE_MODEL=f"other={host.nursery.model}")
         await until(lambda: host.count("spool.after_sync", mine) >= 2)
         if process == "w0":
             with host.store() as store:  # the other one sweeps at once, and not a minute later

@@ -1,9 +1,13 @@
 """Sweeps of files that nothing refers to: their age, and the lease of the worker that removes them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from cotrain_store.redis_client.connection import SyncConnection
+if TYPE_CHECKING:
+    from cotrain_store.redis_client.connection import SyncConnection  # imports Redis, which a replay does without
 
 #: Age in s after which an unreferenced file may be deleted. A younger one may get a reference soon.
 ORPHAN_AGE_S = 600.0
