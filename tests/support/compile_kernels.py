@@ -1,7 +1,8 @@
 """Compilation of the engine's own kernels for GPUs that are not present, with a report of their
 resources.
 
-    python -m tests.support.compile_kernels 90     # the capability
+    python -m tests.support.compile_kernels 90              # the capability: a large model in bf16
+    python -m tests.support.compile_kernels 90 fp32 64      # products of training alone: type and width
 
 Triton's compiler needs no device. Each line is JSON: kernel, modules (or the shape of an attention), bytes of
 shared memory; for kernels of decoding also registers and the bytes that a thread spills.
@@ -66,11 +67,13 @@ ODD = (
 )
 
 
-def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
-    """Yield each kernel by name, with its compile-time constants."""
+def products(
+    modules: int, item: int, *, width: int = WIDTH, tma: bool = False
+) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield each product of training by name, with its compile-time constants."""
     common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
     for gate in (0, SILU, GELU):
-        wide = expand_tiles(WIDTH, item, tma=tma, gated=gate != 0)
+        wide = expand_tiles(width, item, tma=tma, gated=gate != 0)
         tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK}
         tile |= {"BAND": BAND, "GATE": gate, "TMA": tma}
         if gate == 0 or modules == 1:
@@ -80,11 +83,15 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
             yield "expand", {**tile, **pair, "PLUS": modules == 1, "BIASED": gate == 0}, wide
     for joint in (False, True):
         side_by_side = modules if joint else 1
-        low, gradient = (tiles(side_by_side, WIDTH, item) for tiles in (shrink_tiles, gradient_tiles))
+        low, gradient = (tiles(side_by_side, width, item) for tiles in (shrink_tiles, gradient_tiles))
         narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": low.columns}
         rows = {"PARTS": ROWS // SHRINK_ROWS, "BM": SHRINK_ROWS}
         yield "shrink", {**narrow, **rows, "BK": low.depth}, low
         yield "add_gradient", {**narrow, "BT": TOKENS, "BK": gradient.depth}, gradient
+
+
+def layers(modules: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield the other kernels of training, with their compile-time constants."""
     one_row = Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
     for way in ("", "_backward"):
         plus = {"PLUS": modules == 1} if way else {}
@@ -99,17 +106,17 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
 
 
-def of_experts(item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+def of_experts(item: int, *, width: int = WIDTH, tma: bool = False) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
     """Yield the kernels of a mixture of experts, with their compile-time constants."""
     plain: dict[str, Any] = {"WIDE": False}
     yield "find_tiles", {"EXPERTS": 128, "SEGMENTS": 128, "BM": ROWS}, Tiles(1, 1, 4, 1)
-    size = expert_tiles(WIDTH, item, tma=tma)
+    size = expert_tiles(width, item, tma=tma)
     tile = {**plain, "BM": ROWS, "BN": size.columns, "BK": size.depth, "BR": RANK, "BAND": BAND}
     for gate in (0, SILU, GELU, CLAMPED):
         yield "expert_expand", {**tile, "GATE": gate, "TMA": tma, "BIASED": gate == CLAMPED}, size
         modules = 1 if gate else 2
         yield "expert_expand_back", {**tile, "GATE": gate, "TMA": tma, "MODULES": modules}, size
-    low, gradient = (each(1, WIDTH, item) for each in (shrink_tiles, gradient_tiles))
+    low, gradient = (each(1, width, item) for each in (shrink_tiles, gradient_tiles))
     for modules in (1, 2):
         narrow = {**plain, "MODULES": modules, "SIDE": modules - 1, "BC": low.columns}
         rows = {"PARTS": EXPERT_PARTS, "BM": SHRINK_ROWS}
@@ -212,8 +219,8 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-if __name__ == "__main__":
-    arch = int(sys.argv[1])
+def report_decoding(arch: int) -> None:
+    """Print a line for each kernel of decoding, except those of experts."""
     for dtype in ("bf16", "fp32"):
         for kernel, given, sizes in attentions(dtype):
             found = compiled(kernel, dtype, given, sizes, arch)
@@ -224,22 +231,35 @@ if __name__ == "__main__":
             found = compiled(kernel, dtype, given, sizes, arch)
             shape = f"{dtype} {given['MODULES']} {given.get('BN', '')}"
             row = {"kernel": kernel, "modules": shape, "shared": found.metadata.shared}
-            row["narrow_loads"] = found.asm["ptx"].count("ld.global.b16")
-            row["wide_copies"] = found.asm["ptx"].count("cp.async.c")
-            print(json.dumps(row | resources(found)))
-    tma = arch >= 90
+            print(json.dumps(row | loads(found) | resources(found)))
+
+
+def report_training(arch: int, dtype: str, width: int) -> None:
+    """Print a line for each product of training; in bf16 at full width, for all kernels and the experts of decoding."""
+    item = 4 if dtype == "fp32" else 2
+    size: dict[str, Any] = {"width": width, "tma": arch >= 90 and item == 2 and width == WIDTH}
     for count in (1, 3, 0):  # 0: experts
-        found_variants = variants(count, 2, tma=tma) if count else chain(of_experts(2, tma=tma), of_steps(2))
-        for kernel, given, sizes in found_variants:
-            found = compiled(kernel, "bf16", given, sizes, arch)
-            ptx = found.asm["ptx"]
-            row = {
-                "kernel": kernel,
-                "modules": count,
-                "gate": given.get("GATE", 0),
-                "shared": found.metadata.shared,
-                **(resources(found) if kernel.startswith(("expert_", "step_", "order_")) else {}),
-                "narrow_loads": ptx.count("ld.global.b16"),
-                "wide_copies": ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor"),
-            }
-            print(json.dumps(row))
+        found = products(count, item, **size) if count else of_experts(item, **size)
+        if (dtype, width) == ("bf16", WIDTH):
+            found = chain(found, layers(count) if count else of_steps(item))
+        for kernel, given, sizes in found:
+            made = compiled(kernel, dtype, given, sizes, arch)
+            row = {"kernel": kernel, "modules": count, "gate": given.get("GATE", 0), "shared": made.metadata.shared}
+            more = resources(made) if kernel.startswith(("expert_", "step_", "order_")) else {}
+            print(json.dumps(row | more | loads(made)))
+
+
+def loads(kernel: Any) -> dict[str, int]:
+    """Return the number of loads of single values and of asynchronous copies of a compiled kernel."""
+    ptx = kernel.asm["ptx"]
+    copies = ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor")
+    return {"narrow_loads": ptx.count("ld.global.b16"), "wide_copies": copies}
+
+
+if __name__ == "__main__":
+    arch = int(sys.argv[1])
+    if sys.argv[2:]:
+        report_training(arch, sys.argv[2], int(sys.argv[3]))
+    else:
+        report_decoding(arch)
+        report_training(arch, "bf16", WIDTH)

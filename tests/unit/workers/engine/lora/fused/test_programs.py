@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,19 +29,8 @@ SPILLED_IN_STEPS = 8
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET")  # the interpreter would compile nothing
+    rows = compiled(tmp_path, arch)
 
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.compile_kernels", str(arch)],
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    rows = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(rows) == 36 + 24 + 18 + 15 + 13
     assert all(row["shared"] <= SHARED_BYTES[arch] for row in rows), rows
     # Without the hint of alignment, each value of a LoRA matrix is loaded by itself.
@@ -56,3 +46,26 @@ def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
     assert all(row["spilled"] <= SPILLED_BY_GATES for row in experts), experts
     steps = [row for row in rows if row["kernel"].startswith(("step_", "order_"))]
     assert all(row["spilled"] <= SPILLED_IN_STEPS for row in steps), steps
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 64), ("fp32", 4096), ("fp32", 64)])
+def test_products_of_small_models_and_of_fp32_compile_and_fit(dtype: str, width: int, tmp_path: Path) -> None:
+    rows = compiled(tmp_path, 90, dtype, width)
+
+    assert len(rows) == 16 + 15
+    assert all(row["shared"] <= SHARED_BYTES[90] for row in rows), rows
+
+
+def compiled(cache: Path, *asked: object) -> list[dict[str, Any]]:
+    """Return the reports of kernels that `compile_kernels` compiles with these arguments."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET")  # the interpreter would compile nothing
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_kernels", *map(str, asked)],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
