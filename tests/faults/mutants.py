@@ -159,13 +159,13 @@ MUTANTS = {
             Edit(
                 f"{STORE}/oplog/intake.py",
                 "        answer: list[Any] = await self._submit(",
-                "        if asked.seq and asked.op.envelope:\n"
+                "        if submission.seq and submission.op.envelope:\n"
                 "            import asyncio\n\n"
                 "            async def later() -> None:\n"
                 "                await asyncio.sleep(0.1)\n"
-                "                await self._submit(asked, inline, inline_save)\n\n"
+                "                await self._submit(submission, inline, inline_save)\n\n"
                 "            asyncio.get_running_loop().create_task(later())\n"
-                "            return [b'NEW', asked.seq]\n"
+                "            return [b'NEW', submission.seq]\n"
                 "        answer: list[Any] = await self._submit(",
             )
         ],
