@@ -26,7 +26,7 @@ from cotrain_workers.engine.ops import Create, Datum, Failure, HostWeights, Opti
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import finish, graph_report, request, trainer_logprobs
 
-#: Of the step, large enough that LoRA changes the log-probs by far more than rounding does.
+#: Rate of the optimizer step, large enough that LoRA changes the log-probs by far more than rounding does.
 LEARNING_RATE = 1e-3
 
 OPTIONS: Options = {

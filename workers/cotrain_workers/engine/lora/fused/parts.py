@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 HEAD = tl.constexpr(4)
-#: Of the gate of gpt-oss.
+#: Constants of the gate of gpt-oss.
 LIMIT, STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
 
 
